@@ -1,0 +1,143 @@
+"""Collectives on an `Axis`, started now and waited for later: the only place that calls torch.distributed's.
+
+Each `start_*` returns a `Pending`; its `wait()` gives the result. Work between the two runs while the bytes travel.
+None of them is seen by autograd: `megalite.comm` has the differentiable pairs. Inputs may have any strides. On an axis
+of size 1 each is the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.mesh import Axis
+
+T = TypeVar("T")
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+# torch 2.13 renames the flat collectives and warns on the old names, which are the only ones in 2.11.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending(Generic[T]):
+    """A result under way. `wait()` blocks until it is there (on CUDA: makes the current stream wait) and returns it."""
+
+    def __init__(self, finish: Callable[[], T], works: Sequence[Any] = ()) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._works = works
+        self._result: T | None = None
+
+    @classmethod
+    def done(cls, result: T) -> Pending[T]:
+        return cls(lambda: result)
+
+    def wait(self) -> T:
+        if self._finish is not None:
+            for work in self._works:
+                work.wait()
+            self._result, self._finish, self._works = self._finish(), None, ()
+        return self._result  # type: ignore[return-value]
+
+
+def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum") -> Pending[Tensor]:
+    """Every rank gets the sum (or max, min) of all ranks' x, the same bits on each. x: any shape.
+
+    x is given away: where it is contiguous the result overwrites it. Ring: each rank sends 2 (n-1)/n of x.
+    """
+    if axis.size == 1:
+        return Pending.done(x)
+    x = x.contiguous()  # collectives refuse strides; the copy, not the caller's tensor, then holds the result
+    work = dist.all_reduce(x, op=OPS[op], group=axis.group, async_op=True)
+    return Pending(lambda: x, [work])
+
+
+def start_all_gather(x: Tensor, axis: Axis, *, dim: int = 0) -> Pending[Tensor]:
+    """Every rank gets all ranks' x, joined along `dim` in rank order. x: the same shape on every rank.
+
+    Ring: each rank sends (n-1)/n of the result. A dim that is outermost in memory is gathered without a copy.
+    """
+    if axis.size == 1:
+        return Pending.done(x)
+    part = x.movedim(dim, 0).contiguous()
+    whole = part.new_empty((axis.size * part.shape[0], *part.shape[1:]))
+    work = _all_gather_flat(whole, part, group=axis.group, async_op=True)
+    return Pending(lambda: whole.movedim(0, dim), [work])
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis, *, dim: int = 0) -> Pending[Tensor]:
+    """Rank r gets the r-th part along `dim` of the sum of all ranks' x. Ring: each rank sends (n-1)/n of x.
+
+    Gloo's own reduce-scatter is an all-reduce and a slice, twice the bytes; there the parts are exchanged and summed
+    here, in rank order, in float32 if x is of half precision. Raises ValueError if the axis does not divide the dim.
+    """
+    if axis.size == 1:
+        return Pending.done(x)
+    axis.part(x.shape[dim])
+    whole = x.movedim(dim, 0).contiguous()
+    share = (whole.shape[0] // axis.size, *whole.shape[1:])
+    if dist.get_backend(axis.group) == "gloo":
+        parts = torch.empty_like(whole)
+        work = dist.all_to_all_single(parts, whole, group=axis.group, async_op=True)
+        return Pending(lambda: _sum_in_order(parts.view(axis.size, *share)).movedim(0, dim), [work])
+    part = whole.new_empty(share)
+    work = _reduce_scatter_flat(part, whole, group=axis.group, async_op=True)
+    return Pending(lambda: part.movedim(0, dim), [work])
+
+
+def _sum_in_order(parts: Tensor) -> Tensor:
+    """parts[0] + parts[1] + ..., left to right: the same bits however many threads or vector lanes there are."""
+    wide = torch.float32 if parts.dtype in (torch.bfloat16, torch.float16) else parts.dtype
+    total = parts[0].to(wide) + parts[1]
+    for part in parts[2:]:
+        total += part
+    return total.to(parts.dtype)
+
+
+def start_all_to_all(
+    x: Tensor, axis: Axis, *, send_counts: Sequence[int] | None = None, receive_counts: Sequence[int] | None = None
+) -> Pending[Tensor]:
+    """Rows of x, along dim 0, go to the ranks: the first send_counts[0] to rank 0 and so on; None means equal parts.
+
+    Returns the rows received, in rank order: (sum(receive_counts), ...). Counts may be 0.
+    """
+    if axis.size == 1:
+        return Pending.done(x)
+    x = x.contiguous()
+    if send_counts is None or receive_counts is None:
+        axis.part(x.shape[0])
+        received = torch.empty_like(x)
+        work = dist.all_to_all_single(received, x, group=axis.group, async_op=True)
+    else:
+        received = x.new_empty((sum(receive_counts), *x.shape[1:]))
+        counts = (list(receive_counts), list(send_counts))
+        work = dist.all_to_all_single(received, x, *counts, group=axis.group, async_op=True)
+    return Pending(lambda: received, [work])
+
+
+def ring_shift(tensors: Sequence[Tensor], axis: Axis) -> Pending[list[Tensor]]:
+    """Each tensor goes to the next rank of the axis (the last sends to the first); gives what the one before sent.
+
+    All ranks pass the same shapes and dtypes. The next block travels while this one is computed with.
+    """
+    if axis.size == 1:
+        return Pending.done(list(tensors))
+    following, before = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
+    sent = [tensor.contiguous() for tensor in tensors]
+    received = [torch.empty_like(tensor) for tensor in sent]
+    ops = [dist.P2POp(dist.isend, x, following, axis.group, tag=i) for i, x in enumerate(sent)]
+    ops += [dist.P2POp(dist.irecv, x, before, axis.group, tag=i) for i, x in enumerate(received)]
+    works = dist.batch_isend_irecv(ops)
+    return Pending(lambda: received if sent else [], works)  # `sent` must outlive the transfer
+
+
+def start_broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Pending[Tensor]:
+    """Every rank gets the x of rank `source` of the axis. x must be contiguous: it is overwritten elsewhere."""
+    if axis.size == 1:
+        return Pending.done(x)
+    work = dist.broadcast(x, axis.ranks[source], group=axis.group, async_op=True)
+    return Pending(lambda: x, [work])
