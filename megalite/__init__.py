@@ -1,7 +1,7 @@
 """megalite: write the model once; the layout is a flag.
 
-The public names, each imported when it is first asked for (PEP 562), so that `import megalite` itself costs no import of
-torch: what needs only sizes and config keys, such as `--help` and the planner, stays fast.
+The public names, each imported when it is first asked for (PEP 562), so that `import megalite` itself costs no import
+of torch: what needs only sizes and config keys, such as `--help` and the planner, stays fast.
 """
 
 from __future__ import annotations

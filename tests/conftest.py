@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import settings
 
-# tests/ranks.py forks this process. A fork has only the thread that called it, so a child would wait for ever for a pool of
-# OpenMP threads that was started here: no test may start one.
+# tests/ranks.py forks this process. A fork has only the thread that called it, so a child would wait for ever for a
+# pool of OpenMP threads that was started here: no test may start one.
 torch.set_num_threads(1)
 
-# No deadline, since a shared machine has no honest clock; derandomized, so that a failure comes again when it is looked for.
+# No deadline, since a shared machine has no honest clock; derandomized, so that a failure comes again when one looks.
 settings.register_profile("megalite", deadline=None, derandomize=True, database=None)
 settings.load_profile("megalite")
 
