@@ -91,7 +91,7 @@ class Layout:
                 raise ValueError(f"layout.{name}={size!r} must be a whole number of at least 1")
         if self.model_ranks % (self.ep * self.etp):
             raise ValueError(
-                f"layout.ep x etp = {self.ep} x {self.etp} = {self.ep * self.etp} does not divide layout.dp x cp x tp = "
+                f"layout.ep x etp = {self.ep} x {self.etp} = {self.ep * self.etp} does not divide dp x cp x tp = "
                 f"{self.dp} x {self.cp} x {self.tp} = {self.model_ranks}: experts are spread over those ranks"
             )
 

@@ -78,9 +78,8 @@ def run(
                 call = (fn, args, rank, n, backend, folder, timeout, checked, theirs)
                 process = context.Process(target=_rank, args=call, name=f"rank {rank}", daemon=True)
                 with warnings.catch_warnings():
-                    warnings.simplefilter(
-                        "ignore", DeprecationWarning
-                    )  # 3.12 warns of forks; ours have their one thread
+                    # Python 3.12 warns of a fork where there are threads; of ours none matters to the child
+                    warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
                 theirs.close()  # a copy kept here, or in a later fork, would hide that the rank has died
                 connections.append(ours)

@@ -1,0 +1,30 @@
+"""Activations as rows: a (..., seq, features) tensor seen as a matrix in the order of its memory, without a copy.
+
+Under sequence parallelism activations are kept sequence-first in memory, (seq, batch, hidden), and shown as
+(batch, seq, hidden), so that gathering and scattering along seq moves whole blocks. A matrix product or a norm must
+take its rows in that order, or it would copy on the way in and lose the order on the way out.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+SEQUENCE_DIM = -2
+
+
+def sequence_first(x: Tensor) -> bool:
+    """Whether x (..., seq, features) lies in memory as (seq, ..., features)."""
+    return x.ndim > 2 and not x.is_contiguous() and x.movedim(SEQUENCE_DIM, 0).is_contiguous()
+
+
+def to_rows(x: Tensor, *, sequence_first: bool) -> Tensor:
+    """(..., seq, features) -> (rows, features): no copy if x lies in memory in the order asked for."""
+    return (x.movedim(SEQUENCE_DIM, 0) if sequence_first else x).reshape(-1, x.shape[-1])
+
+
+def from_rows(rows: Tensor, shape: tuple[int, ...], *, sequence_first: bool) -> Tensor:
+    """(rows, features) -> (*shape, features), the inverse of `to_rows`. shape: (..., seq), without the features."""
+    if not sequence_first:
+        return rows.view(*shape, rows.shape[-1])
+    *batch, seq = shape
+    return rows.view(seq, *batch, rows.shape[-1]).movedim(0, SEQUENCE_DIM)
