@@ -1,0 +1,139 @@
+"""Whether a configuration's values fit each other and the ranks that run: all arithmetic before torch.
+
+A pure function of the configuration and the number of ranks, so every rank comes to the same verdict without talking,
+before any collective. Each refusal is a ValueError in one line that names the key, the numbers and the way out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from megalite.mesh import Layout
+from megalite.models.config import MLPConfig, divisors
+from megalite.train.config import Config, PipelineConfig
+
+POSITIVE = (
+    *("seq_len", "global_batch_size", "micro_batch_size", "steps", "stop_after", "recompute_every", "threads"),
+    *("timeout_seconds", "optim.max_norm", "optim.eps", "loss.chunk_tokens", "eval.sequences"),
+)
+NOT_NEGATIVE = (
+    *("seed", "eval.every", "loss.z_loss"),
+    *("optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.weight_decay"),
+)
+
+
+def check(config: Config, world_size: int) -> Config:
+    """The same configuration with layout.dp, layout.sequence_parallel and micro_batch_size filled in for these ranks.
+
+    Raises ValueError for what is not built yet, for values out of range and for sizes that do not go together.
+    """
+    _refuse_unbuilt(config)
+    config.model.validate()
+    _check_ranges(config)
+    layout = config.layout.fit(world_size)
+    sequence_parallel = config.layout.sequence_parallel
+    if sequence_parallel is None:
+        sequence_parallel = layout.tp > 1
+    config.model.validate_cut(layout.tp, sequence_parallel=sequence_parallel, seq_len=config.seq_len)
+    return replace(
+        config,
+        layout=replace(config.layout, dp=layout.dp, sequence_parallel=sequence_parallel),
+        micro_batch_size=_micro_batch_size(config, layout),
+    )
+
+
+def _refuse_unbuilt(config: Config) -> None:
+    built: dict[str, Any] = {f"layout.{axis}": 1 for axis in ("cp", "pp", "ep", "etp")}
+    built |= {"zero.stage": 0, "pipeline.schedule": PipelineConfig().schedule, "pipeline.virtual_stages": 1}
+    built |= {"checkpoint.every": 0}
+    for key, legal in built.items():
+        group, name = key.split(".")
+        value = getattr(getattr(config, group), name)
+        if value != legal:
+            raise ValueError(f"{key}={value} is not built yet; take {key}={legal}")
+    if config.precision == "fp16":
+        raise ValueError(
+            "precision=fp16 is not built yet: its range needs a dynamic loss scale; take precision=bf16, fp32 or fp64"
+        )
+
+
+def _check_ranges(config: Config) -> None:
+    for key in POSITIVE:
+        _in_range(config, key, above=0)
+    for key in NOT_NEGATIVE:
+        _in_range(config, key, least=0)
+    _in_range(config, "loss.label_smoothing", least=0, below=1)
+    optim = config.optim
+    if optim.min_lr > optim.lr:
+        raise ValueError(f"optim.min_lr={optim.min_lr} is above optim.lr={optim.lr}; take at most {optim.lr}")
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        raise ValueError(f"optim.betas={optim.betas} must be two numbers, each in [0, 1)")
+    if config.stop_after is not None and config.stop_after > config.steps:
+        raise ValueError(f"stop_after={config.stop_after} is beyond steps={config.steps}; take at most {config.steps}")
+    if config.data.weights is not None and len(config.data.weights) != len(config.data.paths):
+        raise ValueError(
+            f"data.weights has {len(config.data.weights)} entries and data.paths has {len(config.data.paths)}; "
+            "give one to each path, or null"
+        )
+    _check_recompute(config)
+    if isinstance(config.model, MLPConfig):
+        _refuse_without_tokens(config)
+
+
+def _check_recompute(config: Config) -> None:
+    if (config.recompute == "selective") != bool(config.recompute_ops):
+        raise ValueError(
+            f"recompute={config.recompute} and recompute_ops={config.recompute_ops} do not go together; "
+            "name the ops with recompute=selective, and only with it"
+        )
+
+
+def _refuse_without_tokens(config: Config) -> None:
+    """The deep MLP has vectors where a language model has tokens: what speaks of tokens would be ignored in silence."""
+    defaults = Config()
+    for group in ("loss", "data"):
+        for f in fields(getattr(config, group)):
+            key = f"{group}.{f.name}"
+            if _at(config, key) != _at(defaults, key):
+                raise ValueError(
+                    f"{key}={_at(config, key)} does nothing with model=mlp, which has no tokens; leave it out"
+                )
+
+
+def _micro_batch_size(config: Config, layout: Layout) -> int:
+    batch, micro = config.global_batch_size, config.micro_batch_size
+    if batch % layout.dp:
+        raise ValueError(
+            f"global_batch_size={batch} cannot be dealt over layout.dp={layout.dp}; "
+            f"take a multiple of {layout.dp}, or layout.dp from {divisors(batch)}"
+        )
+    share = batch // layout.dp
+    if micro is None:
+        return share
+    if share % micro:
+        raise ValueError(
+            f"global_batch_size={batch} is not a multiple of layout.dp x micro_batch_size = {layout.dp} x {micro} = "
+            f"{layout.dp * micro}; take micro_batch_size from {divisors(share)}"
+        )
+    return micro
+
+
+def _at(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def _in_range(
+    config: Config, key: str, *, above: float | None = None, least: float | None = None, below: float | None = None
+) -> None:
+    value = _at(config, key)
+    if value is None:
+        return
+    if above is not None and not value > above:
+        raise ValueError(f"{key}={value} must be above {above}")
+    if least is not None and not value >= least:
+        raise ValueError(f"{key}={value} must be at least {least}")
+    if below is not None and not value < below:
+        raise ValueError(f"{key}={value} must be below {below}")

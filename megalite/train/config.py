@@ -1,0 +1,185 @@
+"""The configuration of a training run: its schema, the only place for defaults, and `load`, which makes it typed.
+
+No torch here: `--help` and the planner read this module. `megalite.train.check` does the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megalite.mesh import Layout
+from megalite.models.config import GPTConfig, MLPConfig, one_of
+from megalite.train.strict import build
+
+
+@dataclass
+class LayoutConfig:
+    """How the ranks are cut. dp: null takes the ranks that the other axes leave.
+
+    order: innermost first; neighbouring ranks share the first axis.
+    sequence_parallel: what lies between two tensor-parallel products is cut along the sequence; null = where tp > 1.
+    """
+
+    dp: int | None = None
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    order: list[str] = field(default_factory=lambda: ["tp", "cp", "dp", "pp"])
+    sequence_parallel: bool | None = None
+
+    def fit(self, world_size: int) -> Layout:
+        """These sizes on so many ranks. Raises ValueError with the equation where they do not multiply to it."""
+        sizes = {name: getattr(self, name) for name in ("cp", "tp", "pp", "ep", "etp")}
+        return Layout.fit(world_size, dp=self.dp, order=tuple(self.order), **sizes)
+
+
+@dataclass
+class ZeroConfig:
+    """What data-parallel ranks hold once instead of each: stage 0 nothing."""
+
+    stage: int = 0
+
+
+@dataclass
+class PipelineConfig:
+    """The order in which pipeline stages work, and how many stages a rank holds."""
+
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer and its learning rate.
+
+    lr is reached after warmup_steps, from min_lr on; then it is kept (constant) or comes down to min_lr at the last
+    step (linear, cosine).
+    betas, eps: AdamW's; betas[0] is SGD's momentum.
+    weight_decay: on matrices, not on norms and biases.
+    max_norm: larger gradients are scaled down to this norm; null never does.
+    """
+
+    name: str = one_of("adamw", "sgd")
+    lr: float = 3e-3
+    min_lr: float = 3e-4
+    warmup_steps: int = 20
+    schedule: str = one_of("cosine", "linear", "constant")
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_norm: float | None = 1.0
+
+
+@dataclass
+class LossConfig:
+    """The loss of a language model: the mean over the tokens of the global batch of -log p(next token).
+
+    z_loss: this times log(Z)^2 is added, which keeps logits small. label_smoothing: this much of the target is spread
+    over the whole vocabulary. chunk_tokens: logits of so many tokens live at once; null = all of a micro-batch.
+    """
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    chunk_tokens: int | None = None
+
+
+@dataclass
+class DataConfig:
+    """What is read. paths: text files, read as bytes; empty = the source of Python's own standard library.
+
+    weights: one a path, on any scale: how much of each is read, 0 for none; null = in proportion to their sizes.
+    """
+
+    paths: list[str] = field(default_factory=list)
+    weights: list[float] | None = None
+
+
+@dataclass
+class CheckpointConfig:
+    """every: steps from one checkpoint to the next; 0 = never."""
+
+    every: int = 0
+
+
+@dataclass
+class EvalConfig:
+    """every: steps from one evaluation to the next, the last step included; 0 = never. sequences: how many are read."""
+
+    every: int = 0
+    sequences: int = 256
+
+
+@dataclass
+class Config:
+    """A whole run.
+
+    seq_len: tokens in a sequence. global_batch_size: sequences in a step, over all ranks.
+    micro_batch_size: sequences in one pass of one rank; null = as many as the batch gives it.
+    steps: length of the learning-rate schedule. stop_after: end after so many of them; null = after all.
+    precision: of the arithmetic.
+    recompute: none keeps all activations; full keeps a layer's input alone and computes the rest again in backward;
+    selective does so for recompute_ops only. In every recompute_every-th layer.
+    out_dir: where all ranks of the run write.
+    verify: check in the first step that gradients agree where the layout says they must.
+    device, backend: auto = a GPU where there is one, and NCCL where each local rank has its own.
+    threads: of each rank on the CPU; null = its share of the cores.
+    timeout_seconds: how long a collective waits for the other ranks.
+    """
+
+    model: GPTConfig | MLPConfig = field(default_factory=GPTConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    seq_len: int = 128
+    global_batch_size: int = 16
+    micro_batch_size: int | None = None
+    steps: int = 600
+    stop_after: int | None = None
+    seed: int = 0
+    precision: str = one_of("fp32", "bf16", "fp16", "fp64")
+    recompute: str = one_of("none", "selective", "full")
+    recompute_ops: list[str] = field(default_factory=list)
+    recompute_every: int = 1
+    out_dir: str = "runs/default"
+    verify: bool = True
+
+    device: str = one_of("auto", "cpu", "cuda")
+    backend: str = one_of("auto", "gloo", "nccl")
+    threads: int | None = None
+    timeout_seconds: float = 600.0
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends."""
+        return self.steps if self.stop_after is None else self.stop_after
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in a step over all ranks; for a model without sequences, samples."""
+        return self.global_batch_size * (self.seq_len if isinstance(self.model, GPTConfig) else 1)
+
+
+def schema() -> dict[str, Any]:
+    """Every key with its default, as plain values for Hydra; `model` is empty, since a preset brings its own kind."""
+    return asdict(Config()) | {"model": {}}
+
+
+def load(values: Mapping[str, Any]) -> Config:
+    """What Hydra composed (a DictConfig, or plain values) as a Config.
+
+    Raises ValueError, in one line with the key, for unknown or missing keys and for values of another type.
+    """
+    from omegaconf import OmegaConf
+
+    plain = OmegaConf.to_container(values, resolve=True) if OmegaConf.is_config(values) else values
+    return build(Config, plain)
