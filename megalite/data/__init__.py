@@ -1,0 +1,36 @@
+"""Data: numpy arrays of tokens, in an order that is a pure function of (seed, sample number).
+
+    sources = open_sources(paths, cache_dir=...)                        files of bytes, memory-mapped
+    samples = Samples(sources, seq_len=128, seed=0)                     every sample of the run, by number
+    mine = shard(samples_consumed, global_batch_size=16, micro_batch_size=4, dp_size=2, dp_rank=0)
+    batch = samples.read(mine[0])                                       tokens, labels, sample_ids of micro-batch 0
+
+Nothing here imports torch or reads the environment.
+"""
+
+from megalite.data.baselines import Baselines, baselines
+from megalite.data.corpus import default_cache_dir, open_sources, open_standard_library
+from megalite.data.samples import Batch, Samples, shard, validation_steps
+from megalite.data.source import DataError, Source, open_text, open_texts
+from megalite.data.split import Part, Split
+from megalite.data.vectors import gaussian, targets
+
+__all__ = [
+    "Baselines",
+    "Batch",
+    "DataError",
+    "Part",
+    "Samples",
+    "Source",
+    "Split",
+    "baselines",
+    "default_cache_dir",
+    "gaussian",
+    "open_sources",
+    "open_standard_library",
+    "open_text",
+    "open_texts",
+    "shard",
+    "targets",
+    "validation_steps",
+]
