@@ -25,6 +25,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+# torch imports it at the first optimizer, checkpoint or dispatch mode: here once, instead of seconds in every rank.
+import torch._dynamo
 import torch.distributed as dist
 
 # After a first failure, how long the others may go on, so that what failed at the same time is told too.
@@ -160,7 +163,10 @@ def _report(outcomes: dict[int, _Outcome], processes: list[BaseProcess], timeout
     lines = []
     for rank in failed:
         kind, value, _ = outcomes[rank]
-        if kind == "raised":
+        error = str(value).rstrip().rsplit("\n", 1)[-1]
+        if kind == "raised" and any(error in line for line in lines):
+            lines.append(f"rank {rank} of {n} ended alike: {error}")
+        elif kind == "raised":
             lines.append(f"rank {rank} of {n} raised:\n{value}")
         else:
             cause = signal.Signals(-value).name if value < 0 else f"exit code {value}"

@@ -55,6 +55,13 @@ def test_a_rank_that_raises_fails_the_test_with_its_own_traceback_and_no_other()
     assert time.monotonic() - began < 15, "the others' waiting must not be waited for"
 
 
+def test_an_error_on_every_rank_is_printed_whole_only_once():
+    with pytest.raises(RanksFailed) as failure:
+        run(lambda: (dist.barrier(), int("not a number")), 3, timeout=30)
+    assert str(failure.value).count("Traceback") == 1
+    assert str(failure.value).count("ended alike: ValueError") == 2
+
+
 def _rank_one_is_killed() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
