@@ -8,7 +8,7 @@
 Nothing here imports torch or reads the environment.
 """
 
-from megalite.data.baselines import Baselines, baselines
+from megalite.data.baselines import Baselines, baselines_of
 from megalite.data.corpus import default_cache_dir, open_sources, open_standard_library
 from megalite.data.samples import Batch, Samples, shard, validation_steps
 from megalite.data.source import DataError, Source, open_text, open_texts
@@ -23,7 +23,7 @@ __all__ = [
     "Samples",
     "Source",
     "Split",
-    "baselines",
+    "baselines_of",
     "default_cache_dir",
     "gaussian",
     "open_sources",

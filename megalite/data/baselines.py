@@ -37,7 +37,7 @@ class Baselines:
     bigram_nats: float | None
 
 
-def baselines(sources: Sequence[Source], *, seq_len: int, most_tokens: int = 1 << 26) -> Baselines:
+def baselines_of(sources: Sequence[Source], *, seq_len: int, most_tokens: int = 1 << 26) -> Baselines:
     """Count the training parts of all sources and score their validation parts; weights of sources play no role.
 
     A pair never joins two runs, and the first token of a run is never predicted. Of a source with more than

@@ -32,6 +32,7 @@ Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
 
 ROUNDS = 8
+ROUND_BITS = 72
 SMALLEST_BLOCK = 1 << 10
 LARGEST_BLOCK = 1 << 16
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: its multiples are spread evenly over 64 bits
@@ -74,8 +75,11 @@ def permute(indices: Int64s, n: int, keys: Uint64s) -> Int64s:
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
-    steps = np.arange(1, ROUNDS + 1, dtype=np.uint64)[:, None] * GOLDEN
-    round_keys = np.broadcast_to(mix(keys + steps), (ROUNDS, len(indices)))
+    rounds = max(
+        ROUNDS, ROUND_BITS // bits
+    )  # halves of one or two bits mix slowly: eight rounds left n=5 visibly unfair
+    steps = np.arange(1, rounds + 1, dtype=np.uint64)[:, None] * GOLDEN
+    round_keys = np.broadcast_to(mix(keys + steps), (rounds, len(indices)))
 
     def turn(words: Uint64s, keys_of_rounds: Uint64s) -> Uint64s:
         high, low = words >> low_bits, words & low_mask

@@ -96,7 +96,7 @@ class Samples:
         return _batch(rows, indices)
 
     def read_validation(self, indices: Int64s) -> Batch:
-        """The validation windows of these numbers; a number past the last is an absent row. (rows,) -> Batch of as many.
+        """The validation windows of these numbers; a number past the last: an absent row. (rows,) -> Batch of as many.
 
         Every rank may therefore read equal shapes an equal number of times (`validation_steps`), and each window
         still counts once.
@@ -117,7 +117,8 @@ class Samples:
 
 
 def _batch(rows: Int64s, indices: Int64s) -> Batch:
-    return Batch(np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:]), indices.astype(np.int64))
+    # Copies, not np.ascontiguousarray: of a single row that is a view, and masking the labels would write into the tokens.
+    return Batch(rows[:, :-1].copy(), rows[:, 1:].copy(), indices.astype(np.int64))
 
 
 def shard(
@@ -135,7 +136,7 @@ def shard(
     across = dp_size * micro_batch_size
     if micro_batch_size < 1 or global_batch_size < 1 or global_batch_size % across:
         raise ValueError(
-            f"global_batch_size={global_batch_size} is not a positive multiple of micro_batch_size={micro_batch_size} x "
+            f"global_batch_size={global_batch_size} is not a multiple of micro_batch_size={micro_batch_size} x "
             f"layout.dp={dp_size} = {across}; take a multiple of {max(dp_size, across)}, or another micro_batch_size"
         )
     first = np.arange(samples_consumed, samples_consumed + global_batch_size, across, dtype=np.int64)

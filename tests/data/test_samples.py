@@ -1,0 +1,221 @@
+"""Samples by number: any layout and any restart reads the same run, each window as often as it should be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megalite.data.samples import IGNORED, Samples, shard, validation_steps
+from megalite.data.source import DataError, Source
+from megalite.data.split import CHUNK, Part
+
+LAYOUTS = [
+    (1, 12),
+    (1, 4),
+    (2, 6),
+    (2, 2),
+    (4, 3),
+    (4, 1),
+    (3, 4),
+    (12, 1),
+]  # (dp, micro) of a batch of 12
+
+
+def source(chunks: int, *, name: str = "a", vocab_size: int = 50_000) -> Source:
+    tokens = np.random.default_rng(chunks).integers(0, vocab_size, chunks * CHUNK).astype(np.uint16)
+    return Source(name, tokens, vocab_size=vocab_size)
+
+
+def one_step(consumed: int, dp: int, micro: int) -> np.ndarray:
+    """(dp, microbatches, micro): what each rank reads."""
+    return np.stack(
+        [shard(consumed, global_batch_size=12, micro_batch_size=micro, dp_size=dp, dp_rank=rank) for rank in range(dp)]
+    )
+
+
+@pytest.mark.parametrize(("dp", "micro"), LAYOUTS)
+@pytest.mark.parametrize("consumed", [0, 12, (1 << 40) + 5])
+def test_ranks_of_every_layout_share_out_the_same_step_without_overlap(dp, micro, consumed):
+    step = one_step(consumed, dp, micro)
+    assert step.shape == (dp, 12 // (dp * micro), micro) and step.dtype == np.int64
+    assert sorted(step.ravel().tolist()) == list(range(consumed, consumed + 12))
+
+
+@pytest.mark.parametrize(("dp", "micro"), LAYOUTS)
+def test_a_microbatch_is_one_contiguous_slice_cut_by_rank(dp, micro):
+    """So micro-batch j is the same sequences in every layout of equal dp * micro."""
+    step = one_step(0, dp, micro)
+    for j in range(step.shape[1]):
+        assert step[:, j].ravel().tolist() == list(range(j * dp * micro, (j + 1) * dp * micro))
+
+
+@pytest.mark.parametrize(("micro", "dp"), [(5, 1), (4, 2), (12, 2), (0, 1), (-1, 1), (-3, 2)])
+def test_a_batch_that_does_not_divide_is_refused_with_the_numbers(micro, dp):
+    with pytest.raises(ValueError, match=rf"global_batch_size=12 .*micro_batch_size={micro} x layout.dp={dp}"):
+        shard(0, global_batch_size=12, micro_batch_size=micro, dp_size=dp, dp_rank=0)
+
+
+def test_tokens_and_labels_are_one_window_shifted_by_one():
+    samples = Samples([source(25)], seq_len=32, seed=0)
+    batch = samples.read(np.array([5, 3]))
+    _, _, window = samples.locate(np.array([5, 3]))
+    rows = samples.sources[0].windows(32, Part.TRAIN).read(window)
+    assert np.array_equal(batch.tokens, rows[:, :-1]) and np.array_equal(batch.labels, rows[:, 1:])
+    assert batch.sample_ids.tolist() == [5, 3]
+    assert {array.dtype for array in batch} == {np.dtype(np.int64)}
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_tokens_and_labels_share_no_memory(rows):
+    """Who masks a label in place must not change a token."""
+    samples = Samples([source(25)], seq_len=32, seed=0)
+    for batch in (samples.read(np.arange(rows)), samples.read_validation(np.arange(rows))):
+        assert not np.shares_memory(batch.tokens, batch.labels)
+
+
+def test_over_dp_2_an_epoch_is_disjoint_and_covers_every_window():
+    samples = Samples([source(20)], seq_len=100, seed=1)
+    count = len(samples.sources[0].windows(100, Part.TRAIN))
+    assert count % 2 == 0
+    for epoch in (0, 3):
+        seen = []
+        for rank in range(2):
+            indices = np.concatenate(
+                [
+                    shard(consumed, global_batch_size=2, micro_batch_size=1, dp_size=2, dp_rank=rank)
+                    for consumed in range(epoch * count, (epoch + 1) * count, 2)
+                ]
+            ).ravel()
+            place = samples.locate(indices)
+            assert (place.epoch == epoch).all()
+            seen.append(set(place.window.tolist()))
+            assert len(seen[-1]) == count // 2
+        assert not seen[0] & seen[1] and seen[0] | seen[1] == set(range(count))
+
+
+def test_in_a_mixture_every_source_goes_through_all_its_windows_before_any_comes_again():
+    sources = [source(2, name="small"), source(23, name="large")]
+    samples = Samples(sources, seq_len=64, seed=2, weights=[1, 1])
+    place = samples.locate(np.arange(4096))
+    for which, one in enumerate(sources):
+        count = len(one.windows(64, Part.TRAIN))
+        mine = place.source == which
+        windows, epochs = place.window[mine], place.epoch[mine]
+        for epoch in range(len(windows) // count):
+            here = slice(epoch * count, (epoch + 1) * count)
+            assert (epochs[here] == epoch).all() and sorted(windows[here].tolist()) == list(range(count))
+
+
+def test_two_epochs_of_one_source_have_different_orders():
+    samples = Samples([source(20)], seq_len=100, seed=0)
+    count = len(samples.sources[0].windows(100, Part.TRAIN))
+    first, second = (samples.locate(np.arange(epoch * count, (epoch + 1) * count)).window for epoch in (0, 1))
+    assert (first == second).sum() < 12  # two random permutations agree in one place on average
+
+
+def run(samples: Samples, consumed: int, *, steps: int, dp: int, micro: int) -> dict[int, list[int]]:
+    """What a run of so many steps reads: sample number -> its tokens, over all ranks."""
+    read = {}
+    for step in range(steps):
+        for indices in one_step(consumed + 12 * step, dp, micro):
+            for microbatch in indices:
+                batch = samples.read(microbatch)
+                read |= dict(zip(batch.sample_ids.tolist(), batch.tokens.tolist(), strict=True))
+    return read
+
+
+def test_a_straight_run_equals_the_run_cut_twice_and_resumed_in_other_layouts():
+    """Cut after 3 and after 7 of 10 steps, each part by fresh objects that know only `samples_consumed`."""
+
+    def fresh() -> Samples:
+        return Samples([source(2), source(21)], seq_len=40, seed=9, weights=[0.3, 0.7])
+
+    straight = run(fresh(), 0, steps=10, dp=1, micro=12)
+    cut: dict[int, list[int]] = {}
+    for begin, end, dp, micro in [(0, 3, 2, 3), (3, 7, 4, 1), (7, 10, 3, 4)]:
+        cut |= run(fresh(), 12 * begin, steps=end - begin, dp=dp, micro=micro)
+    assert straight == cut and len(straight) == 120
+
+
+def test_seeds_give_different_orders():
+    orders = [Samples([source(20)], seq_len=32, seed=seed).locate(np.arange(500)).window for seed in (0, 1)]
+    assert (orders[0] == orders[1]).sum() < 12
+
+
+def test_past_two_to_the_31_samples_epoch_and_window_are_right():
+    """Epochs times windows overflow 32 bits long before the run does; Python's own integers are the reference."""
+    samples = Samples([source(20)], seq_len=100, seed=0)
+    count = len(samples.sources[0].windows(100, Part.TRAIN))
+    for number in [(1 << 31) - 1, 1 << 31, (1 << 33) + 7, (1 << 60) + 11]:
+        place = samples.locate(np.array([number]))
+        assert place.epoch.tolist() == [number // count] and 0 <= place.window[0] < count
+        assert samples.read(np.array([number])).sample_ids.tolist() == [number]
+    far = (1 << 60) // count * count
+    assert sorted(samples.locate(np.arange(far, far + count)).window.tolist()) == list(range(count))
+
+
+def test_a_negative_sample_number_is_an_error():
+    with pytest.raises(IndexError, match="-1"):
+        Samples([source(20)], seq_len=100, seed=0).read(np.array([-1]))
+
+
+@pytest.mark.parametrize(("dp", "micro"), LAYOUTS)
+def test_validation_reads_each_window_once_in_equal_shapes_on_every_rank(dp, micro):
+    samples = Samples([source(2), source(61)], seq_len=500, seed=0)
+    count = samples.validation_count
+    expected = np.concatenate(
+        [
+            windows.read(np.arange(len(windows)))
+            for windows in (one.windows(500, Part.VALIDATION) for one in samples.sources)
+        ]
+    )
+    assert count == len(expected) and count % 12  # there are absent rows
+    present = {}
+    for step in range(validation_steps(count, global_batch_size=12)):
+        for indices in one_step(12 * step, dp, micro).reshape(-1, micro):
+            batch = samples.read_validation(indices)
+            assert batch.tokens.shape == batch.labels.shape == (micro, 500)
+            for tokens, labels, number in zip(*batch, strict=True):
+                if number < 0:
+                    assert (tokens == 0).all() and (labels == IGNORED).all()
+                else:
+                    assert number not in present
+                    present[int(number)] = [*tokens.tolist(), int(labels[-1])]
+                    assert np.array_equal(tokens[1:], labels[:-1])
+    assert [present[i] for i in range(count)] == expected.tolist()
+
+
+@pytest.mark.parametrize(("count", "batch", "steps"), [(5, 4, 2), (8, 4, 2), (1, 4, 1), (0, 4, 0)])
+def test_validation_takes_as_many_steps_as_hold_all_windows(count, batch, steps):
+    assert validation_steps(count, global_batch_size=batch) == steps
+
+
+def test_a_source_of_weight_zero_is_as_if_it_were_not_there():
+    used, idle = source(22), source(21)
+    samples = Samples([used, idle], seq_len=64, seed=0, weights=[2, 0])
+    alone = Samples([used], seq_len=64, seed=0)
+    for batch, other in [
+        (samples.read(np.arange(100)), alone.read(np.arange(100))),
+        (samples.read_validation(np.arange(40)), alone.read_validation(np.arange(40))),
+    ]:
+        assert np.array_equal(batch.tokens, other.tokens)
+    assert samples.validation_count == alone.validation_count and samples.describe() == alone.describe()
+
+
+def test_leaving_a_source_out_keeps_the_order_within_the_others():
+    sources = [source(21), source(22)]
+    both, second = (Samples(sources, seq_len=64, seed=0, weights=weights) for weights in ([1, 1], [0, 1]))
+    place = both.locate(np.arange(400))
+    mine = place.window[place.source == 1]
+    assert mine.tolist() == second.locate(np.arange(len(mine))).window.tolist()
+    assert (second.locate(np.arange(400)).source == 1).all()
+
+
+def test_without_weights_two_files_are_read_in_proportion_to_their_size():
+    samples = Samples([source(20), source(60)], seq_len=64, seed=0)
+    assert np.bincount(samples.locate(np.arange(1024)).source).tolist() == [256, 768]
+
+
+def test_wrong_weights_are_refused_by_key():
+    with pytest.raises(DataError, match=r"data\.weights has 1 values for 2 sources"):
+        Samples([source(2), source(2)], seq_len=64, seed=0, weights=[1.0])
