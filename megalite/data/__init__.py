@@ -8,6 +8,8 @@
 Nothing here imports torch or reads the environment.
 """
 
+from __future__ import annotations
+
 from megalite.data.baselines import Baselines, baselines_of
 from megalite.data.corpus import default_cache_dir, open_sources, open_standard_library
 from megalite.data.samples import Batch, Samples, shard, validation_steps

@@ -117,7 +117,7 @@ class Samples:
 
 
 def _batch(rows: Int64s, indices: Int64s) -> Batch:
-    # Copies, not np.ascontiguousarray: of a single row that is a view, and masking the labels would write into the tokens.
+    # Not np.ascontiguousarray: of a single row it gives a view, and masking labels would write into the tokens.
     return Batch(rows[:, :-1].copy(), rows[:, 1:].copy(), indices.astype(np.int64))
 
 
