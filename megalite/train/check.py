@@ -71,11 +71,6 @@ def _check_ranges(config: Config) -> None:
         raise ValueError(f"optim.betas={optim.betas} must be two numbers, each in [0, 1)")
     if config.stop_after is not None and config.stop_after > config.steps:
         raise ValueError(f"stop_after={config.stop_after} is beyond steps={config.steps}; take at most {config.steps}")
-    if config.data.weights is not None and len(config.data.weights) != len(config.data.paths):
-        raise ValueError(
-            f"data.weights has {len(config.data.weights)} entries and data.paths has {len(config.data.paths)}; "
-            "give one to each path, or null"
-        )
     _check_recompute(config)
     if isinstance(config.model, MLPConfig):
         _refuse_without_tokens(config)

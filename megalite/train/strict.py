@@ -46,13 +46,22 @@ def flatten(values: Any, key: str = "") -> Iterable[tuple[str, Any]]:
         yield from flatten(value, f"{key}.{name}" if key else str(name))
 
 
-def nearest(name: str, legal: Iterable[str]) -> str:
-    """`; did you mean X?`, or the legal names where nothing is near; made to end a message."""
-    names = sorted(legal)
-    near = difflib.get_close_matches(name, names, n=1)
-    if near:
-        return f"; did you mean {near[0]}?"
-    return f"; legal are {', '.join(names)}"
+def nearest(word: str, words: Iterable[str]) -> str:
+    """`; did you mean X?`, or all the words where nothing is near; made to end a message."""
+    known = sorted(set(words))
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]}?" if near else f"; take one of {', '.join(known)}"
+
+
+def unknown_key(key: str, legal: Iterable[str]) -> str:
+    """The refusal of a dotted key that is none of the `legal` ones: what is near, of that name, or there."""
+    legal = sorted(set(legal))
+    path, dot, leaf = key.rpartition(".")
+    siblings = sorted({other[len(path + dot) :].split(".")[0] for other in legal if other.startswith(path + dot)})
+    near = [f"{path}{dot}{name}" for name in difflib.get_close_matches(leaf, siblings, n=1)]
+    near = near or [other for other in legal if other.rpartition(".")[2] == leaf]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"{path or 'the top level'} has {', '.join(siblings)}"
+    return f"{key} is no key of the configuration; {hint}"
 
 
 def _build_union(kinds: tuple[Any, ...], value: Any, key: str) -> Any:
@@ -77,9 +86,7 @@ def _build_dataclass(kind: Any, values: Any, key: str) -> Any:
     dot = f"{key}." if key else ""
     for name in values:
         if name not in hints:
-            raise ValueError(
-                f"{dot}{name} is no key of the configuration{nearest(f'{dot}{name}', (dot + h for h in hints))}"
-            )
+            raise ValueError(unknown_key(f"{dot}{name}", (f"{dot}{known}" for known in hints)))
     for name in hints:
         if name not in values:
             raise ValueError(f"{dot}{name} was taken out of the configuration; leave it there and set its value")

@@ -1,0 +1,143 @@
+"""Hydra's side of a run: from a command line to a plain configuration, on many ranks at once.
+
+What Hydra does alone is made for one process: it reports an error on every rank, in several lines, and lets each rank
+write log files. Here its errors become one line that names the nearest key or choice, ranks other than 0 are silent
+until the job begins, and the schema's plain values are what overrides are checked against.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from megalite.models.config import GPTConfig, MLPConfig
+from megalite.train.config import schema
+from megalite.train.strict import flatten, nearest, unknown_key
+
+
+class ConfigError(ValueError):
+    """What the command line asks for cannot be; one line that names the key, the value and the way out."""
+
+
+def compose(job: Callable[[dict[str, Any]], None], *, folder: Path, name: str, rank: int) -> None:
+    """Run `job` on what the command line makes of folder/name.yaml: once, or with -m once for each combination.
+
+    Relative data.paths are taken from where the command was typed; out_dir comes absolute, with -m one for each job.
+    Raises ConfigError where Hydra refuses the command line; what the job raises passes through as it is.
+    """
+    register(rank)
+    silence = _Silence(held=rank != 0)
+
+    def task(composed: DictConfig) -> None:
+        try:
+            values = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+            _place_paths(values)
+            with silence.broken():
+                job(values)
+        except Exception as error:
+            raise _JobFailed from error
+
+    try:
+        with silence.over_streams():
+            hydra.main(version_base="1.3", config_path=str(folder), config_name=name)(task)()
+    except _JobFailed as failed:
+        cause = cast(Exception, failed.__cause__)
+        if isinstance(cause, OmegaConfBaseException):
+            raise ConfigError(one_line(cause)) from cause
+        raise cause from None
+    except Exception as error:
+        raise ConfigError(one_line(error)) from error
+
+
+def register(rank: int) -> None:
+    """Tell Hydra the schema, and OmegaConf the resolver ${by_rank:on rank 0,on others}."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=schema())
+    for config in (GPTConfig(), MLPConfig()):
+        store.store(group="model/schema", name=config.model_type, node=asdict(config))
+    # --help copies the whole store once for each of Hydra's groups. Sharing is safe: it copies what it gives out.
+    ConfigStore.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
+    OmegaConf.register_new_resolver("by_rank", lambda first, others: others if rank else first, replace=True)
+
+
+def one_line(error: Exception) -> str:
+    """What Hydra or OmegaConf has to say, in one line, with the nearest legal name."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
+        group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        return f"{group}={choice} is unknown{nearest(choice, error.options)}"
+    cause = error.__cause__
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError):
+        return unknown_key(str(cause.full_key or cause.key), _legal_keys())
+    said = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    if isinstance(error, OverrideParseException):
+        return f"{error.override} is not understood: {said}"
+    if isinstance(error, OSError):
+        return f"out_dir: {said}"
+    return said or type(error).__name__
+
+
+def _legal_keys() -> list[str]:
+    models = [asdict(config) for config in (GPTConfig(), MLPConfig())]
+    return [key for values in (schema(), *({"model": model} for model in models)) for key, _ in flatten(values)]
+
+
+def _place_paths(values: dict[str, Any]) -> None:
+    """Hydra may have changed the directory, and with -m each job has an out_dir of its own."""
+    runtime = HydraConfig.get().runtime
+    values["out_dir"] = runtime.output_dir
+    data = values.get("data")
+    if os.getcwd() != runtime.cwd and isinstance(data, dict) and isinstance(data.get("paths"), list):
+        data["paths"] = [os.path.join(runtime.cwd, str(path)) for path in data["paths"]]
+
+
+class _JobFailed(BaseException):
+    """Carries the job's own exception, as its cause, past Hydra, which handles and reports an Exception itself."""
+
+
+class _Silence:
+    """Standard output and error of a rank that has nothing to say while Hydra works: dropped while `held`."""
+
+    def __init__(self, held: bool) -> None:
+        self.held = held
+
+    @contextmanager
+    def over_streams(self) -> Iterator[None]:
+        with (
+            redirect_stdout(cast(TextIO, _Gate(sys.stdout, self))),
+            redirect_stderr(cast(TextIO, _Gate(sys.stderr, self))),
+        ):
+            yield
+
+    @contextmanager
+    def broken(self) -> Iterator[None]:
+        held, self.held = self.held, False
+        try:
+            yield
+        finally:
+            self.held = held
+
+
+class _Gate:
+    """A stream under a silence. Log handlers that Hydra makes meanwhile keep this one, and so speak later."""
+
+    def __init__(self, stream: TextIO, silence: _Silence) -> None:
+        self.stream = stream
+        self.silence = silence
+
+    def write(self, text: str) -> int:
+        return len(text) if self.silence.held else self.stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
