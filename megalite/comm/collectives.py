@@ -124,7 +124,7 @@ def ring_shift(tensors: Sequence[Tensor], axis: Axis) -> Pending[list[Tensor]]:
 
     All ranks pass the same shapes and dtypes. The next block travels while this one is computed with.
     """
-    if axis.size == 1:
+    if axis.size == 1 or not tensors:
         return Pending.done(list(tensors))
     following, before = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
     sent = [tensor.contiguous() for tensor in tensors]
@@ -132,7 +132,11 @@ def ring_shift(tensors: Sequence[Tensor], axis: Axis) -> Pending[list[Tensor]]:
     ops = [dist.P2POp(dist.isend, x, following, axis.group, tag=i) for i, x in enumerate(sent)]
     ops += [dist.P2POp(dist.irecv, x, before, axis.group, tag=i) for i, x in enumerate(received)]
     works = dist.batch_isend_irecv(ops)
-    return Pending(lambda: received if sent else [], works)  # `sent` must outlive the transfer
+
+    def finish(sent: list[Tensor] = sent) -> list[Tensor]:  # held here, since `sent` must outlive the transfer
+        return received
+
+    return Pending(finish, works)
 
 
 def start_broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Pending[Tensor]:
