@@ -141,10 +141,8 @@ def wrong_places(source: str, file: str) -> list[str]:
             found.append(f"{file}:{line} uses torch.distributed.{name}; only megalite/comm talks to other ranks")
         if GROUPS.match(name) and not (in_comm or file == "mesh.py"):
             found.append(f"{file}:{line} uses torch.distributed.{name}; groups are made in megalite/mesh.py")
-        if LIFE.match(name) and file not in ("train/launch.py", "comm/demo.py"):
-            found.append(
-                f"{file}:{line} uses torch.distributed.{name}; only megalite/train/launch.py starts and ends it"
-            )
+        if LIFE.match(name) and file not in ("train/launch.py", "comm/start.py"):
+            found.append(f"{file}:{line} uses torch.distributed.{name}; only train/launch.py and comm/start.py may")
     if file != "train/launch.py":
         found += [
             f"{file}:{line} reads the environment; only megalite/train/launch.py does" for line in environment(source)

@@ -11,10 +11,7 @@ ranks, 100 (r + 1) + part). So the tens say whose a number was and the ones whic
 from __future__ import annotations
 
 import argparse
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +26,7 @@ from megalite.comm.collectives import (
     start_broadcast,
     start_reduce_scatter,
 )
+from megalite.comm.start import Started, start
 from megalite.mesh import Axis
 
 ROOT = 0
@@ -193,8 +191,9 @@ PRIMITIVES = (
 )
 
 
-def show(axis: Axis, store: dist.Store, device: str = "cpu") -> list[Shown]:
-    """Runs every primitive on `axis`, which joins all ranks of the default group; how each went on this rank."""
+def show(started: Started) -> list[Shown]:
+    """Runs every primitive over all ranks; how each went on this one."""
+    axis, store, device = started
     n = axis.size
     scale = 10 ** len(str(n - 1))
     whole = scale * (axis.rank + 1) + torch.arange(n, dtype=torch.float32, device=device)
@@ -210,10 +209,11 @@ def _list(x: Tensor | None) -> list[float] | None:
     return None if x is None else x.tolist()
 
 
-def all_reduce_is_reduce_scatter_then_all_gather(axis: Axis, device: str = "cpu") -> tuple[list[float], list[float]]:
+def all_reduce_is_reduce_scatter_then_all_gather(started: Started) -> tuple[list[float], list[float]]:
     """The sum of 3 numbers a part, both ways. They are drawn from whole numbers, so any order of adding is exact."""
+    axis = started.world
     generator = torch.Generator().manual_seed(axis.rank)
-    x = torch.randint(-99, 100, (3 * axis.size,), generator=generator).to(device, torch.float32)
+    x = torch.randint(-99, 100, (3 * axis.size,), generator=generator).to(started.device, torch.float32)
     both = start_all_gather(start_reduce_scatter(x, axis).wait(), axis).wait()
     return start_all_reduce(x.clone(), axis).wait().tolist(), both.tolist()
 
@@ -239,13 +239,13 @@ def _numbers(values: list[float] | None) -> str:
     return "   -" if values is None else " ".join(f"{value:4g}" for value in values)
 
 
-def report(axis: Axis, store: dist.Store, device: str = "cpu") -> str:
+def report(started: Started) -> str:
     """All primitives over all ranks and the law that joins three of them, as one text, equal on every rank."""
-    everywhere: list[Any] = [None] * axis.size
-    mine = show(axis, store, device), all_reduce_is_reduce_scatter_then_all_gather(axis, device)
+    n = started.world.size
+    mine = show(started), all_reduce_is_reduce_scatter_then_all_gather(started)
+    everywhere: list[Any] = [None] * n
     dist.all_gather_object(everywhere, mine)
     shown, both_ways = zip(*everywhere, strict=True)
-    n = axis.size
     lines = [
         f"{n} rank{'s' * (n > 1)} on {dist.get_backend()}. Each begins with {n} float32, {4 * n} bytes:",
         "the tens of a number say whose it was, the ones which part of a tensor it is.",
@@ -266,48 +266,19 @@ def report(axis: Axis, store: dist.Store, device: str = "cpu") -> str:
     return "\n".join(lines)
 
 
-def _join(store: dist.Store, rank: int, ranks: int, backend: str) -> None:
-    """Life of one rank: join the group, show, leave. Rank 0 prints for all."""
-    torch.set_num_threads(1)
-    device = "cpu"
-    if backend == "nccl":
-        device = f"cuda:{rank % torch.cuda.device_count()}"
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=ranks)
-    try:
-        text = report(Axis("world", ranks, rank, dist.group.WORLD), store, device)
-        if rank == 0:
-            print(text, flush=True)
-        dist.barrier()  # nobody leaves, and so closes its connections, while another still waits
-    finally:
-        dist.destroy_process_group()
-
-
-def _started_here(rank: int, ranks: int, rendezvous: str, backend: str) -> None:
-    _join(dist.FileStore(rendezvous, ranks), rank, ranks, backend)
+def _print(started: Started) -> None:
+    text = report(started)
+    if started.world.rank == 0:  # once for all
+        print(text, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line: joins torchrun's ranks if it has started this process, else starts `--ranks` here."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megalite.comm", description=__doc__.partition("\n")[0] if __doc__ else ""
-    )
+    """The command line: shows torchrun's ranks if it has started this process, else `--ranks` started here."""
+    parser = argparse.ArgumentParser(prog="python -m megalite.comm", description="Each collective on small numbers.")
     parser.add_argument("--ranks", type=int, default=None, help="start this many ranks here (default 1)")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="nccl needs a GPU for each rank")
     options = parser.parse_args(arguments)
-    if dist.is_torchelastic_launched():
-        if options.ranks is not None:
-            parser.error(f"--ranks {options.ranks} starts ranks, and torchrun has started some already; leave out one")
-        store, rank, ranks = next(dist.rendezvous("env://"))
-        _join(store, rank, ranks, options.backend)
-        return
-    ranks = 1 if options.ranks is None else options.ranks
-    if ranks < 1:
-        parser.error(f"--ranks {ranks} must be at least 1")
-    from torch.multiprocessing.spawn import start_processes
-
-    method = "fork" if sys.platform == "linux" and options.backend == "gloo" else "spawn"  # spawn imports torch again
-    with tempfile.TemporaryDirectory() as folder:
-        start_processes(
-            _started_here, (ranks, str(Path(folder, "rendezvous")), options.backend), nprocs=ranks, start_method=method
-        )
+    try:
+        start(_print, ranks=options.ranks, backend=options.backend)
+    except ValueError as error:
+        parser.error(str(error))

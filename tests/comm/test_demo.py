@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.comm.demo import PRIMITIVES, Before, Shown, main, show, table
+from megalite.comm.start import Started
 from megalite.mesh import Axis
 from tests.counting import count
 from tests.ranks import run
@@ -22,7 +23,7 @@ def _show(folder: str, n: int) -> tuple[list[Shown], list[float]]:
     """What this rank is shown, and the bytes counted for each primitive when it is run again."""
     axis = Axis("world", n, dist.get_rank(), dist.group.WORLD)
     store = dist.FileStore(f"{folder}/counts", n)
-    shown = show(axis, store)
+    shown = show(Started(axis, store, "cpu"))
     counted = []
     for primitive in PRIMITIVES:
         with count() as c:
@@ -105,4 +106,4 @@ def test_the_command_prints_each_primitive_once_and_the_law_that_joins_three_of_
 def test_a_number_of_ranks_that_cannot_be_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["--ranks", "0"])
-    assert "--ranks 0 must be at least 1" in capsys.readouterr().err
+    assert "0 ranks cannot be started; take at least 1" in capsys.readouterr().err
