@@ -1,0 +1,257 @@
+"""`Zero`: data parallelism under backward. Gradients, master weights, optimizer, and the step that joins them.
+
+1. Each parameter has a hook that fires when autograd has left a gradient in `parameter.grad`. The hook moves it into
+   the unit's flat gradients (the first arrival copies, later ones add; nothing is zeroed), and counts it.
+2. How many arrivals a micro-batch brings is learned in the first step. From then on a gradient is known to be final at
+   its last arrival, and a unit whose gradients are all final is summed over the data axis while backward goes on.
+3. Units are launched in one pinned order, forward's reversed, each only after all before it: ranks that launch on
+   readiness would sum different units against each other where one of them skips one, and no error would tell.
+4. `step()` launches what is left, with zeros for what has not come, and waits; sums `partial` gradients over their
+   axes; takes one norm over the world; clips; updates; rounds the masters into the weights.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.comm import start_all_reduce
+from megalite.mesh import Mesh
+from megalite.zero.agreement import require_agreement
+from megalite.zero.norm import squared_norm_share, sum_partial
+from megalite.zero.partition import Held, held_parameters, partition
+from megalite.zero.unit import Slot, Unit, begin_frozen
+from megalite.zero.verify import Findings, Verifier
+
+BUILT_STAGES = (0,)
+Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+class Zero:
+    """Data-parallel training of `stages`, this rank's modules: any nn.Module; a plain parameter counts as replicated.
+
+        zero = Zero(model, mesh, units=(Block,), optimizer=make_optimizer)
+        zero.begin(microbatches=m)
+        for each micro-batch: (loss_sum / tokens_of_the_global_batch).backward()
+        norm = zero.step(max_norm=1.0)
+
+    Gradients are summed over the data axis, never averaged: the caller divides the loss by what is counted globally.
+
+    units: classes whose instances are a unit each; see `partition`. optimizer: makes torch's own from two groups,
+    {"params", "decay": True} and {"params", "decay": False}, of flat slices; it gives the second weight_decay=0, and
+    must be elementwise. seed: draws every declared parameter from (seed, logical name), also from the meta device, on
+    `device`; None keeps the values. verify: checks the raw gradients of the first step against the ParamSpecs.
+    Load weights before, not after: with half-precision weights the float32 masters are taken from them here.
+    """
+
+    def __init__(
+        self,
+        stages: nn.Module | Sequence[nn.Module],
+        mesh: Mesh,
+        *,
+        stage: int = 0,
+        units: tuple[type, ...] = (),
+        optimizer: Optimizer,
+        seed: int | None = None,
+        verify: bool = True,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if stage not in BUILT_STAGES:
+            raise ValueError(f"zero.stage={stage} is not built yet; legal values: {', '.join(map(str, BUILT_STAGES))}")
+        modules = [stages] if isinstance(stages, nn.Module) else list(stages)
+        held = held_parameters(modules)
+        self.mesh = mesh
+        self.units = _make_units(modules, held, tuple(units), mesh=mesh, seed=seed, device=device or "cpu")
+        self.device = self.units[0].weights.device if self.units else torch.device(device or "cpu")
+        require_agreement(self.units, held, mesh=mesh, device=self.device)
+        self.optimizer, self._updated = self._make_optimizer(optimizer)
+        self.skipped = 0  # steps left out because the gradient was not finite
+        self._slots = [slot for unit in self.units for slot in unit.slots]
+        self._verifier = Verifier(self._slots, mesh=mesh, device=self.device) if verify else None
+        self._microbatches = 0  # of the step that is open; 0 outside of begin() and step()
+        self._launched = 0
+        self._reduced = False
+        self._listen(held)
+
+    def _listen(self, held: Sequence[Held]) -> None:
+        """Hooks hold this object weakly and no parameter at all: torch can't free a cycle through a hook."""
+        slots = {slot.name: number for number, slot in enumerate(self._slots)}
+        for one in held:
+            if one.name in slots:
+                hook = _arrival_hook(weakref.ref(self), slots[one.name])
+                one.parameter.register_post_accumulate_grad_hook(hook)
+
+    def _make_optimizer(self, make: Optimizer) -> tuple[torch.optim.Optimizer, list[tuple[Tensor, Tensor]]]:
+        """The optimizer, and (slice of the masters, its gradient) for each tensor that it updates."""
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        updated: list[tuple[Tensor, Tensor]] = []
+        for unit in self.units:
+            for decay, part in unit.runs(lambda slot: slot.spec.decay):
+                master = nn.Parameter(unit.masters[part])
+                groups[decay].append(master)
+                updated.append((master, unit.gradients[part]))
+        return make([{"params": parameters, "decay": decay} for decay, parameters in groups.items()]), updated
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of every group; assign to change it."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = value
+
+    def begin(self, *, microbatches: int) -> None:
+        """Opens a step of so many micro-batches; it may differ from step to step."""
+        if microbatches < 1:
+            raise ValueError(f"microbatches={microbatches} must be at least 1")
+        if self._microbatches:
+            raise RuntimeError("begin() was called twice: step() comes between")
+        self._microbatches, self._launched, self._reduced = microbatches, 0, False
+        for unit in self.units:
+            unit.open(microbatches)
+        if self._verifier is not None:
+            self._verifier.open()
+
+    def _arrive(self, slot: Slot, parameter: Tensor) -> None:
+        """One gradient is in `parameter.grad`, or none: a layer that puts its weight's gradient off fires empty."""
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        unit = slot.unit
+        if not unit.is_open:
+            raise RuntimeError(self._late(slot))
+        parameter.grad = None
+        if slot.arrivals:
+            slot.gradient.add_(gradient)
+        else:
+            slot.gradient.copy_(gradient)
+        slot.arrivals += 1
+        if self._verifier is not None:
+            self._verifier.observe(slot, gradient)
+        if slot.arrivals == slot.due:
+            unit.missing -= 1
+            if not unit.missing:
+                self._launch_ready()
+
+    def _late(self, slot: Slot) -> str:
+        if not self._microbatches or self._reduced:
+            return (
+                f"a gradient of {slot.name} arrived outside of begin() and step(): call begin(microbatches=...) first"
+            )
+        return (
+            f"arrival {slot.arrivals + 1} of {slot.name} in a step of {self._microbatches} micro-batches, after its "
+            f"unit {slot.unit.name} was reduced with {slot.due} ({slot.rate} per micro-batch, as in the first step): "
+            "either begin(microbatches=...) is too low, or the parameter is now used in more backward passes"
+        )
+
+    def _launch_ready(self) -> None:
+        while self._launched < len(self.units) and not self.units[self._launched].missing:
+            self.units[self._launched].launch()
+            self._launched += 1
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Finishes all sums over ranks, so that `raw_gradients` can be read; `step()` calls it if nobody has."""
+        if not self._microbatches:
+            raise RuntimeError("no step is open: begin(microbatches=...) comes first")
+        if self._reduced:
+            return
+        for unit in self.units[self._launched :]:
+            unit.launch()
+        for unit in self.units:
+            unit.wait(self._microbatches)
+        sum_partial(self.units)
+        self._reduced = True
+
+    def raw_gradients(self) -> dict[str, Tensor]:
+        """Parameter's name -> its gradient, summed over all ranks and not clipped; this rank's cut, padding zero.
+
+        Between begin() and step(), after `reduce()`, which it calls. Views of what `step()` then uses and clips.
+        """
+        self.reduce()
+        return {slot.name: slot.gradient for slot in self._slots}
+
+    @torch.no_grad()
+    def step(self, *, max_norm: float | None = None, loss_scale: float = 1.0) -> Tensor:
+        """One update from the gradients since `begin`. Returns their norm over all parameters: float64, 0-d.
+
+        max_norm: gradients are multiplied by max_norm / (norm + 1e-6) where that is below 1 (torch's formula).
+        loss_scale: the factor that the loss was multiplied by, taken out again here, for float16.
+        If the norm is not finite (one bad entry on one rank is enough) no rank updates anything: weights and optimizer
+        state keep their bits, and `skipped` counts one. Raises RuntimeError on all ranks if `verify` finds a fault.
+        """
+        self.reduce()
+        self._microbatches = 0
+        norm = self._norm() / loss_scale
+        if not math.isfinite(norm.item()):
+            self.skipped += 1
+            return norm
+        clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm.item() + 1e-6))
+        self._update(clip / loss_scale)
+        return norm
+
+    def _norm(self) -> Tensor:
+        """|g| by one all-reduce over the world; an entry that is not finite, and verify's findings, ride along."""
+        findings = self._verifier.compare() if self._verifier is not None else Findings()
+        share = squared_norm_share(self.units, self.device)
+        sums = torch.stack([share, share.new_tensor(len(findings.faults)), share.new_tensor(len(findings.suspects))])
+        squared_norm, faults, suspects = start_all_reduce(sums, self.mesh.world).wait().tolist()
+        if faults:
+            elsewhere = "another rank has found a gradient that is not what its ParamSpec says; see its message"
+            raise RuntimeError("; ".join(findings.faults.values()) or elsewhere)
+        for text in findings.suspects.values():
+            warnings.warn(text, stacklevel=4)  # of whoever called step(), which is decorated
+        if self._verifier is not None and math.isfinite(squared_norm):
+            again = suspects > 0 and self._verifier.remember(findings.suspects)
+            self._verifier = self._verifier if again else None
+        return torch.tensor(squared_norm, dtype=torch.float64, device=self.device).sqrt()
+
+    def _update(self, scale: float) -> None:
+        if scale != 1.0:
+            for unit in self.units:
+                unit.gradients.mul_(scale)
+        for master, gradient in self._updated:
+            master.grad = gradient  # again each time: an optimizer.zero_grad() would have taken it away
+        self.optimizer.step()
+        for unit in self.units:
+            unit.round_masters()
+
+
+def _arrival_hook(zero: weakref.ref[Zero], number: int) -> Callable[[Tensor], None]:
+    def arrive(parameter: Tensor) -> None:
+        owner = zero()
+        if owner is not None:
+            owner._arrive(owner._slots[number], parameter)
+
+    return arrive
+
+
+def _make_units(
+    modules: Sequence[nn.Module],
+    held: Sequence[Held],
+    kinds: tuple[type, ...],
+    *,
+    mesh: Mesh,
+    seed: int | None,
+    device: torch.device | str,
+) -> list[Unit]:
+    """The units in the order of launch; parameters that are not trained get their first values and stay outside."""
+    units: list[Unit] = []
+    for name, members in partition(modules, held, kinds):
+        alike: dict[tuple, list[Held]] = {}
+        for one in members:
+            if one.parameter.requires_grad:
+                key = (one.spec.expert, one.parameter.dtype, one.parameter.device)
+                alike.setdefault(key, []).append(one)
+            else:
+                begin_frozen(one, seed=seed, device=device)
+        units += [Unit(name, group, mesh=mesh, seed=seed, device=device) for group in alike.values()]
+    return units[::-1]
