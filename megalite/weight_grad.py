@@ -38,6 +38,7 @@ class WeightGradStore:
     def put(self, parameter: nn.Parameter, start: Start) -> None:
         self._queue.append((parameter, start))
 
+    @torch.no_grad()
     def run(self) -> None:
         """Computes everything put so far, in that order; a parameter put several times arrives once, summed."""
         remaining = {id(parameter): 0 for parameter, _ in self._queue}
