@@ -32,7 +32,9 @@ Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
 
 ROUNDS = 8
-ROUND_BITS = 72
+ROUND_BITS = (
+    72  # rounds x bits at least: halves of one or two bits mix slowly, and eight rounds of them shuffle unfairly
+)
 SMALLEST_BLOCK = 1 << 10
 LARGEST_BLOCK = 1 << 16
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: its multiples are spread evenly over 64 bits
@@ -75,9 +77,7 @@ def permute(indices: Int64s, n: int, keys: Uint64s) -> Int64s:
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
-    rounds = max(
-        ROUNDS, ROUND_BITS // bits
-    )  # halves of one or two bits mix slowly: eight rounds left n=5 visibly unfair
+    rounds = max(ROUNDS, ROUND_BITS // bits)
     steps = np.arange(1, rounds + 1, dtype=np.uint64)[:, None] * GOLDEN
     round_keys = np.broadcast_to(mix(keys + steps), (rounds, len(indices)))
 

@@ -60,7 +60,10 @@ def at_once(context, count: int, work) -> list:
 
     def begin(rank: int) -> None:
         barrier.wait(30)
-        queue.put(work(rank))
+        try:
+            queue.put(work(rank))
+        except Exception as error:  # the parent waits for one answer a rank
+            queue.put(repr(error))
 
     processes = [context.Process(target=begin, args=(rank,)) for rank in range(count)]
     for process in processes:

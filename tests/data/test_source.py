@@ -116,8 +116,8 @@ def test_a_description_is_one_line_with_name_bytes_and_windows(tmp_path):
 
 @pytest.fixture
 def huge(tmp_path):
-    """2**31 + 4096 tokens of 16 bits, all zero (a hole, no disk) but the last ones, which count up to 65535."""
-    tokens = np.memmap(tmp_path / "huge.bin", dtype=np.uint16, mode="w+", shape=((1 << 31) + 4096,))
+    """2**31 + 2**20 tokens of 16 bits, all zero (a hole, no disk) but the last ones, which count up to 65535."""
+    tokens = np.memmap(tmp_path / "huge.bin", dtype=np.uint16, mode="w+", shape=((1 << 31) + (1 << 20),))
     tokens[-2000:] = np.arange(65536 - 2000, 65536)
     tokens.flush()
     return Source("huge", np.memmap(tmp_path / "huge.bin", dtype=np.uint16, mode="r"), vocab_size=65536)
