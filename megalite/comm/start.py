@@ -5,8 +5,10 @@ Training is launched by megalite/train/launch.py, which also restarts, logs and 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +32,7 @@ def start(fn: Callable[..., None], *args: Any, ranks: int | None = None, backend
 
     Under torchrun this process is one of the ranks and `ranks` must be None; elsewhere `ranks` (None: 1) are started
     here and fn must be importable. backend: "gloo", or "nccl" with a GPU for each rank. Raises ValueError where ranks
-    cannot be; what a rank raises ends the others and is raised here.
+    cannot be, and RuntimeError with the first traceback where a rank raises, which ends the others.
     """
     if dist.is_torchelastic_launched():
         if ranks is not None:
@@ -41,17 +43,26 @@ def start(fn: Callable[..., None], *args: Any, ranks: int | None = None, backend
     ranks = 1 if ranks is None else ranks
     if ranks < 1:
         raise ValueError(f"{ranks} ranks cannot be started; take at least 1")
-    from torch.multiprocessing.spawn import start_processes
+    from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
     # A spawned process imports torch again, for seconds; a fork is safe on Linux, as long as no GPU has been touched.
     method = "fork" if sys.platform == "linux" and backend == "gloo" else "spawn"
     with tempfile.TemporaryDirectory() as folder:
-        rendezvous = str(Path(folder, "rendezvous"))
-        start_processes(_started_here, (ranks, rendezvous, backend, fn, args), nprocs=ranks, start_method=method)
+        call = (ranks, folder, backend, fn, args)
+        try:
+            start_processes(_started_here, call, nprocs=ranks, start_method=method)
+        except ProcessRaisedException as error:
+            raise RuntimeError(Path(folder, "failure").read_text()) from error
 
 
-def _started_here(rank: int, size: int, rendezvous: str, backend: str, fn: Callable[..., None], args: Any) -> None:
-    _join(dist.FileStore(rendezvous, size), rank, size, backend, fn, args)
+def _started_here(rank: int, size: int, folder: str, backend: str, fn: Callable[..., None], args: Any) -> None:
+    try:
+        _join(dist.FileStore(str(Path(folder, "rendezvous")), size), rank, size, backend, fn, args)
+    except Exception:
+        # The cause writes before its connections close, so before the peers fail for want of it: the first is kept.
+        with contextlib.suppress(FileExistsError), open(Path(folder, "failure"), "x") as file:
+            file.write(f"rank {rank} of {size} raised:\n{traceback.format_exc()}")
+        raise
 
 
 def _join(store: dist.Store, rank: int, size: int, backend: str, fn: Callable[..., None], args: Any) -> None:
@@ -61,8 +72,6 @@ def _join(store: dist.Store, rank: int, size: int, backend: str, fn: Callable[..
         device = f"cuda:{rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
     dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size)
-    try:
-        fn(Started(Axis("world", size, rank, dist.group.WORLD), store, device), *args)
-        dist.barrier()  # nobody leaves, and so closes its connections, while another still waits
-    finally:
-        dist.destroy_process_group()
+    fn(Started(Axis("world", size, rank, dist.group.WORLD), store, device), *args)
+    dist.barrier()  # nobody leaves, and so closes its connections, while another still waits
+    dist.destroy_process_group()

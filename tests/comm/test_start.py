@@ -27,8 +27,8 @@ def _fail_on_rank_one(started: Started) -> None:
     start_all_reduce(torch.ones(1), started.world).wait()
 
 
-def test_what_a_rank_raises_ends_the_others_and_reaches_the_caller():
-    with pytest.raises(Exception, match="ZeroDivisionError: on rank one"):
+def test_what_a_rank_raises_ends_the_others_and_reaches_the_caller_before_what_it_causes():
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 raised:\n(.*\n)*ZeroDivisionError: on rank one"):
         start(_fail_on_rank_one, ranks=2)
 
 
