@@ -15,7 +15,7 @@ from megalite.train.config import Config, PipelineConfig
 
 POSITIVE = (
     *("seq_len", "global_batch_size", "micro_batch_size", "steps", "stop_after", "recompute_every", "threads"),
-    *("timeout_seconds", "optim.max_norm", "optim.eps", "loss.chunk_tokens", "eval.sequences"),
+    *("layout.dp", "timeout_seconds", "optim.max_norm", "optim.eps", "loss.chunk_tokens", "eval.sequences"),
 )
 NOT_NEGATIVE = (
     *("seed", "eval.every", "loss.z_loss"),
@@ -34,7 +34,7 @@ def check(config: Config, world_size: int) -> Config:
     layout = config.layout.fit(world_size)
     sequence_parallel = config.layout.sequence_parallel
     if sequence_parallel is None:
-        sequence_parallel = layout.tp > 1
+        sequence_parallel = layout.tp > 1 and not isinstance(config.model, MLPConfig)
     config.model.validate_cut(layout.tp, sequence_parallel=sequence_parallel, seq_len=config.seq_len)
     return replace(
         config,
@@ -87,13 +87,12 @@ def _check_recompute(config: Config) -> None:
 def _refuse_without_tokens(config: Config) -> None:
     """The deep MLP has vectors where a language model has tokens: what speaks of tokens would be ignored in silence."""
     defaults = Config()
-    for group in ("loss", "data"):
-        for f in fields(getattr(config, group)):
-            key = f"{group}.{f.name}"
-            if _at(config, key) != _at(defaults, key):
-                raise ValueError(
-                    f"{key}={_at(config, key)} does nothing with model=mlp, which has no tokens; leave it out"
-                )
+    named = [f"{group}.{f.name}" for group in ("loss", "data") for f in fields(getattr(config, group))]
+    for key in (*named, "recompute"):
+        if _at(config, key) != _at(defaults, key):
+            raise ValueError(f"{key}={_at(config, key)} does nothing with model=mlp; leave it out")
+    if config.layout.sequence_parallel:
+        raise ValueError("layout.sequence_parallel=true does nothing with model=mlp; leave it out")
 
 
 def _micro_batch_size(config: Config, layout: Layout) -> int:

@@ -163,6 +163,11 @@ class Config:
         """The step after which the run ends."""
         return self.steps if self.stop_after is None else self.stop_after
 
+    def evaluates(self, step: int) -> bool:
+        """Whether the validation loss is taken after this step."""
+        every = self.eval.every
+        return every > 0 and (step % every == 0 or step == self.last_step)
+
     @property
     def tokens_per_step(self) -> int:
         """Tokens in a step over all ranks; for a model without sequences, samples."""

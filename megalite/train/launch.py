@@ -85,13 +85,21 @@ class Place:
 
 @dataclass(frozen=True)
 class World:
-    """What main is told about where it runs. device: cpu, or cuda:<local rank>. threads: of this rank, on the CPU."""
+    """What main is told about where it runs.
+
+    device: cpu, or cuda:<local rank>. threads: of this rank, on the CPU. cache_dir: for what many runs share.
+    """
 
     rank: int
     size: int
     device: str
     backend: str
     threads: int
+    cache_dir: Path
+
+    def describe(self) -> str:
+        """One line for the run's header."""
+        return f"{self.device.split(':')[0]}, {self.backend}, {self.threads} threads each"
 
 
 def run(main: Callable[[Config, World], None], *, configs: str = "configs", name: str = "train") -> NoReturn:
@@ -180,7 +188,10 @@ class Launcher:
         device = f"cuda:{place.local_rank % gpus}" if on_gpu else "cpu"
         if on_gpu:
             torch.cuda.set_device(device)
-        return World(place.rank, place.size, device, backend, threads)
+        from megalite.data import default_cache_dir
+
+        cache_dir = default_cache_dir(os.environ, Path.home())
+        return World(place.rank, place.size, device, backend, threads, cache_dir)
 
     @contextmanager
     def process_group(self, world: World, timeout_seconds: float) -> Iterator[None]:

@@ -1,0 +1,59 @@
+"""The optimizer and the learning rate: what happens to a weight, whatever the layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megalite.train.config import OptimConfig
+
+OptimizerFactory = Callable[[Sequence[dict[str, Any]]], torch.optim.Optimizer]
+
+
+def optimizer(config: OptimConfig) -> OptimizerFactory:
+    """A factory: groups [{"params": [...], "decay": bool}, ...] -> a torch optimizer over them.
+
+    Weight decay is decoupled from the gradient in AdamW (arXiv:1711.05101); it is 0 in groups whose decay is False.
+    Each group's lr is the schedule's peak until the loop sets it. An empty group, and an empty parameter, are legal.
+    """
+
+    def make(groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+        decayed = [
+            {
+                **{key: value for key, value in group.items() if key != "decay"},
+                "weight_decay": config.weight_decay if group["decay"] else 0.0,
+            }
+            for group in groups
+        ]
+        beta1, beta2 = config.betas
+        if config.name == "sgd":
+            return torch.optim.SGD(decayed, lr=config.lr, momentum=beta1, fused=_fusible(decayed))
+        return torch.optim.AdamW(decayed, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=_fusible(decayed))
+
+    return make
+
+
+def learning_rate(config: OptimConfig, step: int, *, steps: int) -> float:
+    """The learning rate of a step, from 1 to `steps`: a pure function, so a resumed run has the straight run's.
+
+    Warm-up is the line from min_lr before the first step to lr at step warmup_steps. From there to the last step
+    it stays (constant), or goes from lr to min_lr along a line (linear) or half a cosine (cosine, arXiv:1608.03983).
+    Always within [min_lr, lr], and above 0 at the first step, whatever the edges: a warm-up as long as the run never
+    decays, a run of one step without warm-up takes lr.
+    """
+    low, high = config.min_lr, config.lr
+    if step < config.warmup_steps:
+        return low + (high - low) * step / config.warmup_steps
+    peak = max(config.warmup_steps, 1)
+    progress = min((step - peak) / max(steps - peak, 1), 1.0)
+    fallen = {"constant": 0.0, "linear": progress, "cosine": (1 - math.cos(math.pi * progress)) / 2}
+    return high - (high - low) * fallen[config.schedule]
+
+
+def _fusible(groups: Sequence[dict[str, Any]]) -> bool:
+    """Whether torch has one kernel for the whole update: on CPU and CUDA, for floating-point parameters."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)

@@ -1,0 +1,163 @@
+"""The configuration: defaults stand in one place, types are exact, and what cannot be is refused before torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, replace
+
+import pytest
+import yaml
+
+from megalite.models.config import GPTConfig, MLPConfig
+from megalite.train.check import check
+from megalite.train.config import Config, LayoutConfig, load
+from megalite.train.strict import flatten
+from tests.train.composing import CONFIGS, composed
+
+PRESETS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
+
+# Parameters as published: the models' papers and cards, to the digits that are given there.
+PUBLISHED = {
+    "gpt2": 124.4e6,
+    "llama2-7b": 6.738e9,
+    "llama3-8b": 8.030e9,
+    "llama3-70b": 70.554e9,
+    "llama3-405b": 405.853e9,
+    "llama3.1-8b": 8.030e9,
+    "llama3.2-1b": 1.236e9,
+    "qwen2-0.5b": 494.0e6,
+    "qwen2-7b": 7.616e9,
+    "qwen3-0.6b": 596.0e6,
+    "qwen3-8b": 8.191e9,
+    "olmo-7b": 6.888e9,
+    "olmo2-7b": 7.299e9,
+    "yi-6b": 6.061e9,
+    "yi-34b": 34.389e9,
+    "deepseek-llm-7b": 6.910e9,
+    "deepseek-llm-67b": 67.425e9,
+    "llama-0.5b": 0.501e9,
+}
+
+
+def test_what_hydra_composes_is_the_schema_and_nothing_else():
+    assert load(composed()) == Config()
+    assert load(composed("model=mlp")) == Config(model=MLPConfig(), global_batch_size=128)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_no_yaml_repeats_a_default(path):
+    """A default that is written twice is changed once."""
+    values = yaml.safe_load(path.read_text())
+    defaults = dict(flatten(asdict(Config())))
+    if path.parent.name == "model" and "@package _global_" not in path.read_text():
+        values = {"model": values}
+    for key, value in flatten({key: value for key, value in values.items() if key not in ("defaults", "hydra")}):
+        assert key.endswith("defaults") or path.parent.parent.name == "hydra" or defaults[key] != value, key
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_a_legal_model_of_the_published_size(preset):
+    config = check(load(composed(f"model={preset}")), 1)
+    if preset in PUBLISHED:
+        digits = 5e-4  # what is published has four digits or more, or three and a zero that is right
+        assert config.model.parameter_count() == pytest.approx(PUBLISHED[preset], rel=digits)
+    else:
+        assert preset in ("gpt-tiny", "mlp")
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("+model.extra=1", "model.extra is no key of the configuration; model has attention_bias, "),
+        ("+optim.lrr=1", "optim.lrr is no key of the configuration; did you mean optim.lr?"),
+        ("+model.rope_scaling.facto=2", "did you mean model.rope_scaling.factor?"),
+        ("~optim.lr", "optim.lr was taken out of the configuration"),
+        ("steps=true", "steps=true must be a whole number"),
+        ("steps=1.5", "steps=1.5 must be a whole number"),
+        ("steps=1e3", "steps=1000.0 must be a whole number; write 1000"),
+        ("layout.tp=two", "layout.tp=two must be a whole number, and is the string 'two'"),
+        ("optim.lr='1e-3'", "optim.lr=1e-3 must be a finite number, and is the string '1e-3'"),
+        ("optim.lr=nan", "optim.lr=nan must be a finite number"),
+        ("optim.lr=null", "optim.lr=null must be a finite number"),
+        ("optim.lr=true", "optim.lr=true must be a finite number"),
+        ("verify=1", "verify=1 must be true or false"),
+        ("out_dir=true", "out_dir=true must be a string"),
+        ("data.paths=a.txt", "data.paths=a.txt must be a list, such as data.paths=[...]"),
+        ("optim.betas=[0.9,x]", "optim.betas[1]=x must be a finite number"),
+        ("optim=3", "optim=3 is a group of keys; set optim.name"),
+        ("optim.name=adam", "optim.name=adam is unknown; take one of adamw, sgd"),
+        ("precision=int8", "precision=int8 is unknown; take one of fp32, bf16, fp16, fp64"),
+        ("model.hidden_act=swish", "model.hidden_act=swish is unknown"),
+        ("model.model_type=bert", "model.model_type=bert is unknown; take one of gpt, mlp"),
+    ],
+)
+def test_keys_and_types_are_exact(override, says):
+    with pytest.raises(ValueError, match=re.escape(says)) as refusal:
+        load(composed(override))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "says"),
+    [
+        ("layout.tp=3", 4, "layout cp=1 x tp=3 x pp=1 = 3 does not divide the 4 ranks"),
+        ("layout.dp=3", 4, "layout dp=3 x cp=1 x tp=1 x pp=1 = 3 does not equal the 4 ranks"),
+        ("layout.order=[tp,cp,dp]", 1, "layout.order=['tp', 'cp', 'dp'] must name each of tp, cp, dp, pp once"),
+        ("layout.dp=0", 4, "layout.dp=0 must be above 0"),
+        ("layout.tp=8", 8, "model.num_attention_heads=4 cannot be cut over layout.tp=8; take layout.tp from [1, 2, 4]"),
+        ("layout.tp=2 seq_len=127", 2, "seq_len=127 cannot be cut over layout.tp=2 under layout.sequence_parallel"),
+        ("global_batch_size=6", 4, "global_batch_size=6 cannot be dealt over layout.dp=4; take a multiple of 4"),
+        (
+            "micro_batch_size=3",
+            4,
+            "global_batch_size=16 is not a multiple of layout.dp x micro_batch_size = 4 x 3 = 12; "
+            "take micro_batch_size from [1, 2, 4]",
+        ),
+        ("micro_batch_size=0", 1, "micro_batch_size=0 must be above 0"),
+        ("steps=0", 1, "steps=0 must be above 0"),
+        ("stop_after=601", 1, "stop_after=601 is beyond steps=600; take at most 600"),
+        ("optim.min_lr=1", 1, "optim.min_lr=1.0 is above optim.lr=0.003"),
+        ("optim.betas=[0.9]", 1, "optim.betas=[0.9] must be two numbers"),
+        ("optim.warmup_steps=-1", 1, "optim.warmup_steps=-1 must be at least 0"),
+        ("loss.label_smoothing=1", 1, "loss.label_smoothing=1.0 must be below 1"),
+        ("recompute=selective", 1, "recompute=selective and recompute_ops=[] do not go together"),
+        ("model=mlp layout.tp=3", 3, "model.hidden_size=1024 cannot be cut over layout.tp=3"),
+        ("model=mlp loss.z_loss=0.1", 1, "loss.z_loss=0.1 does nothing with model=mlp"),
+        ("model=mlp recompute=full", 1, "recompute=full does nothing with model=mlp"),
+        ("layout.cp=2", 2, "layout.cp=2 is not built yet; take layout.cp=1"),
+        ("layout.pp=2", 2, "layout.pp=2 is not built yet; take layout.pp=1"),
+        ("layout.ep=2", 2, "layout.ep=2 is not built yet; take layout.ep=1"),
+        ("layout.etp=2", 2, "layout.etp=2 is not built yet; take layout.etp=1"),
+        ("zero.stage=1", 2, "zero.stage=1 is not built yet; take zero.stage=0"),
+        ("pipeline.schedule=gpipe", 1, "pipeline.schedule=gpipe is not built yet; take pipeline.schedule=1f1b"),
+        ("pipeline.virtual_stages=2", 1, "pipeline.virtual_stages=2 is not built yet; take pipeline.virtual_stages=1"),
+        ("checkpoint.every=10", 1, "checkpoint.every=10 is not built yet; take checkpoint.every=0"),
+        ("precision=fp16", 1, "precision=fp16 is not built yet"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_key_and_the_numbers(overrides, ranks, says):
+    with pytest.raises(ValueError, match=re.escape(says)) as refusal:
+        check(load(composed(*overrides.split())), ranks)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize("model", [GPTConfig(), MLPConfig()], ids=["gpt", "mlp"])
+def test_the_defaults_are_legal_for_dp_and_tp_of_1_2_and_4(model, dp, tp):
+    config = check(replace(Config(), model=model, layout=LayoutConfig(tp=tp)), dp * tp)
+    assert config.layout.dp == dp
+    assert config.layout.sequence_parallel == (tp > 1 and isinstance(model, GPTConfig))
+    assert config.micro_batch_size == 16 // dp
+
+
+def test_what_is_set_is_kept():
+    config = check(load(composed("layout.tp=2", "layout.sequence_parallel=false", "micro_batch_size=2")), 4)
+    assert (config.layout.sequence_parallel, config.micro_batch_size) == (False, 2)
+
+
+def test_the_run_ends_at_stop_after_and_evaluates_there():
+    config = load(composed("steps=20", "stop_after=7", "eval.every=3"))
+    assert config.last_step == 7
+    assert [step for step in range(1, 8) if config.evaluates(step)] == [3, 6, 7]
+    assert not any(Config().evaluates(step) for step in range(1, Config().last_step + 1))

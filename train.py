@@ -1,0 +1,57 @@
+"""Trains a model in any layout.
+
+    python train.py                                                   one process
+    torchrun --standalone --nproc-per-node=4 train.py layout.tp=2     four; dp takes what the other axes leave
+
+`python train.py --cfg job` lists what can be set; megalite/train/config.py says what it means.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megalite.train import launch
+
+if TYPE_CHECKING:
+    from megalite.train.config import Config
+
+
+def main(config: Config, world: launch.World) -> None:
+    from megalite.comm import start_all_reduce  # here, so that --help and a refusal cost no import of torch
+    from megalite.mesh import Mesh
+    from megalite.train.batches import open_batches, start_count
+    from megalite.train.evaluate import evaluate
+    from megalite.train.log import Log
+    from megalite.train.model import build_model, build_zero
+    from megalite.train.optim import learning_rate
+
+    layout, device = config.layout.fit(world.size), world.device
+    mesh = Mesh.build(layout)
+    batches = open_batches(config, dp=mesh.dp, device=device, cache_dir=world.cache_dir)
+    model = build_model(config, mesh=mesh)
+    zero = build_zero(config, model, mesh=mesh, device=device)
+
+    with Log(config, rank=world.rank, layout=layout, where=world.describe()) as log:
+        log.header(data=batches.describe(), baselines=batches.baselines)
+        for step in range(1, config.last_step + 1):
+            batch = batches.training(step)
+            count = start_count(batch, mesh=mesh, device=device)
+            zero.lr = learning_rate(config.optim, step, steps=config.steps)
+            zero.begin(microbatches=len(batch))
+            losses = []
+            for microbatch in batch:
+                loss = model(None, microbatch) / count.wait()
+                loss.backward()
+                losses.append(loss.detach().double())
+            grad_norm = zero.step(max_norm=config.optim.max_norm)
+            loss = start_all_reduce(sum(losses), mesh.data()).wait()
+            metrics = {"train/loss": loss.item(), "train/grad_norm": grad_norm.item(), "train/lr": zero.lr}
+            metrics["perf/tokens_per_sec"] = log.tokens_per_second()
+            if config.evaluates(step):
+                metrics["val/loss"] = evaluate(model, batches.validation(), mesh=mesh)
+            log.step(step, metrics)
+        log.summary(skipped=zero.skipped)
+
+
+if __name__ == "__main__":
+    launch.run(main)
