@@ -32,9 +32,8 @@ Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
 
 ROUNDS = 8
-ROUND_BITS = (
-    72  # rounds x bits at least: halves of one or two bits mix slowly, and eight rounds of them shuffle unfairly
-)
+# Rounds times bits, at least: halves of one or two bits mix slowly, and eight rounds shuffle few windows unfairly.
+ROUND_BITS = 72
 SMALLEST_BLOCK = 1 << 10
 LARGEST_BLOCK = 1 << 16
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: its multiples are spread evenly over 64 bits
