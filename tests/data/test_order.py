@@ -15,7 +15,7 @@ def whole(n: int, key: int) -> np.ndarray:
     return permute(np.arange(n), n, np.array([key], dtype=np.uint64))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
 def test_a_permutation_is_a_bijection_for_every_n(n, key):
     assert np.array_equal(np.sort(whole(n, key)), np.arange(n))
@@ -78,6 +78,7 @@ def test_the_order_is_pinned():
 weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
 
 
+@settings(max_examples=40, deadline=None)
 @given(weights, st.integers(1, 5000))
 def test_largest_remainder_sums_to_the_total_and_stays_within_one_of_each_share(values, total):
     counts = largest_remainder(values, total)
@@ -85,7 +86,7 @@ def test_largest_remainder_sums_to_the_total_and_stays_within_one_of_each_share(
     assert (np.abs(counts - np.array(values) / sum(values) * total) < 1 + 1e-6).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(weights, st.integers(0, 2**40))
 def test_every_block_has_the_same_count_of_each_source(values, block):
     mixture = Mixture(values, seed=3)

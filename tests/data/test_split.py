@@ -25,7 +25,7 @@ sizes = st.tuples(st.integers(2 * CHUNK, 50 * CHUNK), st.integers(1, 3 * CHUNK))
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(sizes)
 def test_windows_lie_inside_one_run_of_their_own_part(size):
     split = Split(*size)
@@ -39,7 +39,7 @@ def test_windows_lie_inside_one_run_of_their_own_part(size):
         assert (borders[starts] == borders[last]).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(sizes)
 def test_each_part_has_every_window_that_fits_and_no_label_twice(size):
     split = Split(*size)
