@@ -77,7 +77,7 @@ class _RMSNorm(torch.autograd.Function):
         rows, g = (to_rows(part, sequence_first=ctx.order).to(wide) for part in (x, gradient))
         w = weight.to(wide)
         dx = dw = None
-        with torch.autocast(x.device.type, enabled=False):  # it would take the products below in half precision
+        with torch.autocast(x.device.type, enabled=False):  # on CUDA it takes matrix-vector products in half precision
             product = g * rows
             if ctx.needs_input_grad[1]:
                 dw = torch.mv(product.t(), inverse.squeeze(-1)).to(weight.dtype)
