@@ -52,6 +52,12 @@ class Findings(NamedTuple):
     suspects: Mapping[str, str] = MappingProxyType({})
 
 
+def summary(findings: Mapping[str, str]) -> str:
+    """The first finding in full and the names of the others; empty if there is none."""
+    first, *others = findings or {"": ""}
+    return findings.get(first, "") + (f". Likewise: {', '.join(others)}" if others else "")
+
+
 class Verifier:
     """Collects sketches of the arriving gradients of a step (`observe`) and compares them (`compare`)."""
 

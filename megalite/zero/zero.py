@@ -27,7 +27,7 @@ from megalite.zero.agreement import require_agreement
 from megalite.zero.norm import squared_norm_share, sum_partial
 from megalite.zero.partition import Held, held_parameters, partition
 from megalite.zero.unit import Slot, Unit, begin_frozen
-from megalite.zero.verify import Findings, Verifier
+from megalite.zero.verify import Findings, Verifier, summary
 
 BUILT_STAGES = (0,)
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -206,9 +206,9 @@ class Zero:
         squared_norm, faults, suspects = start_all_reduce(sums, self.mesh.world).wait().tolist()
         if faults:
             elsewhere = "another rank has found a gradient that is not what its ParamSpec says; see its message"
-            raise RuntimeError("; ".join(findings.faults.values()) or elsewhere)
-        for text in findings.suspects.values():
-            warnings.warn(text, stacklevel=4)  # of whoever called step(), which is decorated
+            raise RuntimeError(summary(findings.faults) or elsewhere)
+        if findings.suspects:
+            warnings.warn(summary(findings.suspects), stacklevel=4)  # of whoever called step(), which is decorated
         if self._verifier is not None and math.isfinite(squared_norm):
             again = suspects > 0 and self._verifier.remember(findings.suspects)
             self._verifier = self._verifier if again else None
