@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,6 +47,18 @@ ones = Init("constant", 1.0)
 
 
 @dataclass(frozen=True)
+class PartOf:
+    """The logical tensor that a parameter is a region of: its `name` in the same module, `shape`, and `start` there.
+
+    So a layer may hold one logical weight as two parameters where a layout asks for it, and the law still holds.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class ParamSpec:
     """What a parameter is, independent of the layout, and how the axes cut it.
 
@@ -55,6 +67,7 @@ class ParamSpec:
     pad: dim -> padded size (a vocabulary that tp does not divide): padding is zero, gets zero gradient, is never saved.
     partial: axes over which the local gradient is only one summand, as each rank saw only its tokens or its heads.
     expert: it lives on the expert view of the mesh. decay: weight decay applies.
+    part_of: the larger logical tensor that it is a region of; None = it is a logical tensor itself.
     """
 
     shape: tuple[int, ...]
@@ -64,6 +77,7 @@ class ParamSpec:
     partial: tuple[Axis, ...] = ()
     expert: bool = False
     decay: bool = True
+    part_of: PartOf | None = None
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
@@ -93,6 +107,28 @@ class ParamSpec:
             slice(0, max(0, min(part.stop, size) - part.start))
             for part, size in zip(self.box(), self.shape, strict=True)
         )
+
+    def logical(self, name: str) -> tuple[str, tuple[int, ...], tuple[slice, ...]]:
+        """Name and shape of the logical tensor that parameter `name` belongs to, and this rank's valid box in it."""
+        box = tuple(
+            slice(part.start, max(part.start, min(part.stop, size)))
+            for part, size in zip(self.box(), self.shape, strict=True)
+        )
+        if self.part_of is None:
+            return name, self.shape, box
+        path, dot, _ = name.rpartition(".")
+        starts = zip(box, self.part_of.start, strict=True)
+        box = tuple(slice(part.start + start, part.stop + start) for part, start in starts)
+        return path + dot + self.part_of.name, self.part_of.shape, box
+
+    def copies(self, view: Iterable[Axis]) -> int:
+        """How many ranks hold the same element, over the axes of `view` and of `partial`.
+
+        An axis that cuts the parameter makes no copies; of one whose sub-axis cuts it, what the sub-axis leaves.
+        """
+        axes = dict.fromkeys((*view, *(axis for axis in self.partial if axis.parent is None)))
+        held = math.prod(axis.size for axis in axes)
+        return held // math.prod(axis.size for axis in self.cut if axis in axes or axis.parent in axes)
 
     @property
     def numel(self) -> int:
@@ -156,11 +192,12 @@ def init_parameters(module: nn.Module, seed: int, *, device: torch.device | str 
     made: dict[int, nn.Parameter] = {}
     for name, parameter, spec in list(_walk(module)):
         if parameter.is_meta:
-            parameter = made[id(parameter)] = _materialise(parameter, device, name, spec)
+            made[id(parameter)] = _materialise(parameter, device, name, spec)
+            parameter = made[id(parameter)]
         if spec.init is not None:
             draw_(parameter, spec, seed=seed, name=name)
     for owner in module.modules():
-        for leaf, parameter in list(owner.named_parameters(recurse=False)):
+        for leaf, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) in made:
                 owner.register_parameter(leaf, made[id(parameter)])
 
@@ -184,8 +221,9 @@ def draw_(target: Tensor, spec: ParamSpec, *, seed: int, name: str) -> None:
     if spec.init.kind == "constant":
         valid.fill_(spec.init.scale)
         return
-    shape, key = _as_matrix(spec.shape), _key(seed, name)
-    runs = [_draw_rows(shape, rows, columns, spec.init, key) for rows, columns in _matrix_runs(spec)]
+    logical_name, shape, box = spec.logical(name)
+    key = _key(seed, logical_name)
+    runs = [_draw_rows(_as_matrix(shape), rows, columns, spec.init, key) for rows, columns in _matrix_runs(shape, box)]
     valid.copy_(torch.from_numpy(np.concatenate(runs)).view(valid.shape))
 
 
@@ -199,21 +237,21 @@ def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
 
 
-def _matrix_runs(spec: ParamSpec) -> list[tuple[range, range]]:
-    """This rank's valid part as (rows, columns) of the logical matrix, in memory order, adjoining rows joined."""
-    box = [range(part.start, min(part.stop, size)) for part, size in zip(spec.box(), spec.shape, strict=True)]
-    if len(box) < 2:
-        return [(range(1), box[0] if box else range(1))]
-    *outer, inner, columns = box
+def _matrix_runs(shape: tuple[int, ...], box: tuple[slice, ...]) -> list[tuple[range, range]]:
+    """A box of a logical tensor as (rows, columns) of its matrix, in memory order, adjoining rows joined."""
+    ranges = [range(part.start, part.stop) for part in box]
+    if len(ranges) < 2:
+        return [(range(1), ranges[0] if ranges else range(1))]
+    *outer, inner, columns = ranges
     runs: list[range] = []
     for indices in itertools.product(*outer):
         row = 0
-        for index, size in zip(indices, spec.shape, strict=False):
+        for index, size in zip(indices, shape, strict=False):
             row = row * size + index
-        start = row * spec.shape[-2] + inner.start
+        start = row * shape[-2] + inner.start
         if runs and runs[-1].stop == start:
             start = runs.pop().start
-        runs.append(range(start, row * spec.shape[-2] + inner.stop))
+        runs.append(range(start, row * shape[-2] + inner.stop))
     return [(run, columns) for run in runs]
 
 

@@ -1,0 +1,278 @@
+"""One decoder-only transformer: GPT-2, Llama, Qwen and OLMo are values of its config."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.layers.attention import GroupedQueryAttention, HeadCut
+from megalite.layers.cross_entropy import linear_cross_entropy
+from megalite.layers.dropout import DropoutKey, dropout
+from megalite.layers.embedding import LearnedPositions, VocabParallelEmbedding, padded_size
+from megalite.layers.feed_forward import FeedForward
+from megalite.layers.linear import Enter, parallel_linear
+from megalite.layers.norm import LayerNorm, RMSNorm
+from megalite.layers.recompute import Recompute
+from megalite.layers.rotary import Rotary
+from megalite.mesh import Axis, Mesh
+from megalite.models.config import GPTConfig
+from megalite.models.microbatch import Microbatch
+from megalite.spec import Init, ParallelModule, ParamSpec, normal
+
+NO_RECOMPUTE = Recompute("none")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all parts of a model are built with. seed: of dropout, which is a pure function of it."""
+
+    mesh: Mesh
+    sequence_parallel: bool = False
+    recompute: Recompute = NO_RECOMPUTE
+    seed: int = 0
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def tp(self) -> Axis:
+        return self.mesh.tp
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """z_loss: weight of logsumexp^2. label_smoothing: in [0, 1). chunk_tokens: logits of so many tokens at a time."""
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    chunk_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class BlockInputs:
+    """What a Block reads beside its activations, made once per micro-batch.
+
+    rotary: cos and sin of every position, or None. key: of the whole sequence; local_key: of this rank's tokens.
+    """
+
+    rotary: tuple[Tensor, Tensor] | None
+    key: DropoutKey
+    local_key: DropoutKey
+
+
+class Block(nn.Module):
+    """Attention, then the MLP, each added to the residual stream: x (batch, seq[/tp], hidden) -> the same."""
+
+    def __init__(self, config: GPTConfig, layer: int, setting: Setting) -> None:
+        super().__init__()
+        self.layer, self.recompute, self.pdrop = layer, setting.recompute, config.resid_pdrop
+        self.norm_first = config.norm_placement == "pre"
+        self.attention_norm = _norm(config, setting)
+        self.attention = _attention(config, layer, setting)
+        self.mlp_norm = _norm(config, setting)
+        self.mlp = FeedForward(
+            config.hidden_size,
+            config.intermediate_size,
+            tp=setting.tp,
+            act=config.hidden_act,
+            gated=config.is_gated_act,
+            bias=config.mlp_bias,
+            sequence_parallel=setting.sequence_parallel,
+            init=normal(config.initializer_range),
+            out_init=_out_init(config),
+            device=setting.device,
+            dtype=setting.dtype,
+            layer=layer,
+            recompute=setting.recompute,
+        )
+
+    def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
+        return self.recompute.call("block", self.layer, self._forward, x, inputs)
+
+    def _forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
+        x = self._add(x, self.attention_norm, lambda h: self._attend(h, inputs), "attention_out", inputs)
+        return self._add(x, self.mlp_norm, self.mlp, "mlp_out", inputs)
+
+    def _add(
+        self, x: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor], site: str, inputs: BlockInputs
+    ) -> Tensor:
+        """x + dropout(f(norm x)), or x + dropout(norm(f x)) where the norm comes after."""
+        normed = functools.partial(self.recompute.call, "norm", self.layer, norm)
+        y = sublayer(normed(x)) if self.norm_first else normed(sublayer(x))
+        return x + dropout(y, self.pdrop if self.training else 0.0, key=inputs.local_key, layer=self.layer, site=site)
+
+    def _attend(self, x: Tensor, inputs: BlockInputs) -> Tensor:
+        return self.attention(x, rotary=inputs.rotary, key=inputs.key)
+
+
+class Head(ParallelModule):
+    """The output layer: hidden to logits over the vocabulary, cut over tp; its weight may be the embedding's."""
+
+    def __init__(self, config: GPTConfig, setting: Setting, *, tied_to: VocabParallelEmbedding | None = None) -> None:
+        super().__init__()
+        self.vocab_size, self.tp, self.sequence_parallel = config.vocab_size, setting.tp, setting.sequence_parallel
+        if tied_to is not None:
+            self.weight, self.specs["weight"] = tied_to.weight, tied_to.specs["weight"]
+            return
+        shape = (config.vocab_size, config.hidden_size)
+        pad = {0: padded_size(config.vocab_size, setting.tp.size)}
+        spec = ParamSpec(shape, normal(config.initializer_range), cut={setting.tp: 0}, pad=pad)
+        self.weight = self.declare("weight", spec, device=setting.device, dtype=setting.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seq[/tp], hidden) -> this rank's logits (batch, seq, padded vocab/tp)."""
+        enter: Enter = "all_gather" if self.sequence_parallel else "copy"
+        return parallel_linear(x, self.weight, tp=self.tp, enter=enter, leave="cut")
+
+
+class GPT(nn.Module):
+    """Embedding, Blocks, a last norm and the head, cut over mesh.tp; on one rank (mesh None) the plain model.
+
+    `model(None, microbatch)` gives the sum of the loss over this rank's valid tokens, a scalar, equal on all ranks of
+    tp; divide it by the valid tokens of the whole global batch. `logits` gives this rank's columns of the logits.
+    sequence_parallel: activations between the parallel linears are cut along the sequence over tp.
+    seed: of dropout. device, dtype: of the parameters; on "meta" `init_parameters` or `Zero(seed=...)` makes them.
+    Raises ValueError, naming the config key, for a config that cannot be or that tp cannot cut.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        mesh: Mesh | None = None,
+        sequence_parallel: bool = False,
+        recompute: Recompute | None = None,
+        loss: LossOptions | None = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        mesh = mesh or Mesh.build()
+        setting = Setting(mesh, sequence_parallel, recompute or NO_RECOMPUTE, seed, device, dtype)
+        config.validate()
+        config.validate_cut(mesh.tp.size, sequence_parallel=False, seq_len=1)
+        self.config, self.setting, self.loss_options = config, setting, loss or LossOptions()
+        init = normal(config.initializer_range)
+        shared = {"tp": mesh.tp, "sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
+        self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, init=init, **shared)
+        self.positions = None
+        if config.position_embedding_type == "absolute":
+            self.positions = LearnedPositions(config.max_position_embeddings, config.hidden_size, init=init, **shared)
+        self.rotary = Rotary(config.dim_per_head, config.rope_theta, scaling=config.rope_scaling)
+        self.blocks = nn.ModuleList(Block(config, layer, setting) for layer in range(config.num_hidden_layers))
+        self.norm = _norm(config, setting)
+        self.head = Head(config, setting, tied_to=self.embedding if config.tie_word_embeddings else None)
+
+    def forward(self, activation: Tensor | None, microbatch: Microbatch) -> Tensor:
+        options = self.loss_options
+        return linear_cross_entropy(
+            self.hidden(activation, microbatch),
+            self.head.weight,
+            microbatch.labels,
+            tp=self.setting.tp,
+            sequence_parallel=self.setting.sequence_parallel,
+            vocab_size=self.config.vocab_size,
+            chunk_tokens=options.chunk_tokens,
+            label_smoothing=options.label_smoothing,
+            z_loss=options.z_loss,
+        )
+
+    def logits(self, microbatch: Microbatch) -> Tensor:
+        """This rank's columns of the logits, (batch, seq, padded vocab/tp); padded columns mean nothing."""
+        return self.head(self.hidden(None, microbatch))
+
+    def hidden(self, activation: Tensor | None, microbatch: Microbatch) -> Tensor:
+        """What the head reads: the last norm's output, (batch, seq[/tp], hidden)."""
+        inputs = self._block_inputs(microbatch)
+        x = self._embed(microbatch, inputs) if activation is None else activation
+        for block in self.blocks:
+            x = block(x, inputs)
+        return self.norm(x)
+
+    def _embed(self, microbatch: Microbatch, inputs: BlockInputs) -> Tensor:
+        x = self.embedding(microbatch.tokens)
+        if self.positions is not None:
+            x = self.positions(x, inputs.local_key.positions)
+        pdrop = self.config.embd_pdrop if self.training else 0.0
+        return dropout(x, pdrop, key=inputs.local_key, layer=0, site="embedding")
+
+    def _block_inputs(self, microbatch: Microbatch) -> BlockInputs:
+        setting, rotary = self.setting, None
+        key = DropoutKey(setting.seed, microbatch.step, microbatch.sample_ids, microbatch.positions)
+        if self.config.position_embedding_type == "rope":
+            rotary = self.rotary(microbatch.positions, self.embedding.weight.dtype)
+        return BlockInputs(rotary, key, key.part(setting.tp) if setting.sequence_parallel else key)
+
+
+def _attention(config: GPTConfig, layer: int, setting: Setting) -> GroupedQueryAttention:
+    cut = _head_cut(config, setting)
+    heads, kv_heads = config.num_attention_heads, config.kv_heads
+    return GroupedQueryAttention(
+        config.hidden_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=config.dim_per_head,
+        cut=cut,
+        sequence_parallel=setting.sequence_parallel,
+        bias=config.attention_bias,
+        out_bias=config.out_bias,
+        window=config.window(layer),
+        clip=config.clip_qkv,
+        q_norm=_head_norm(config, setting, heads, cut.tp),
+        k_norm=_head_norm(config, setting, kv_heads, cut.kv, shared=(cut.shared,)),
+        dropout=config.attention_dropout,
+        implementation=config.attn_implementation,
+        init=normal(config.initializer_range),
+        out_init=_out_init(config),
+        device=setting.device,
+        dtype=setting.dtype,
+        layer=layer,
+        recompute=setting.recompute,
+    )
+
+
+def _head_cut(config: GPTConfig, setting: Setting) -> HeadCut:
+    tp, kv_heads = setting.tp, config.kv_heads
+    if tp.size <= kv_heads:
+        return HeadCut.even(tp)
+    return HeadCut(tp, *setting.mesh.divide(tp, kv_heads))
+
+
+def _out_init(config: GPTConfig) -> Init:
+    """Of the two projections that write into the residual stream, whose variance grows with every layer (GPT-2)."""
+    layers = 2 * config.num_hidden_layers if config.residual_init_scaled else 1
+    return normal(config.initializer_range / math.sqrt(layers))
+
+
+def _norm(config: GPTConfig, setting: Setting) -> nn.Module:
+    """A norm of the residual stream."""
+    partial = (setting.tp,) if setting.sequence_parallel else ()  # each rank saw its own tokens only
+    return _norm_over(config, setting, config.hidden_size, partial=partial)
+
+
+def _head_norm(
+    config: GPTConfig, setting: Setting, heads: int, cut: Axis, *, shared: tuple[Axis, ...] = ()
+) -> nn.Module | None:
+    """The norm of queries or keys, (batch, seq, heads/cut, head_dim), or None.
+
+    Over each head alone ranks share the weight and saw different heads; over all heads the weight is cut as they are.
+    """
+    if config.qk_norm == "none":
+        return None
+    if config.qk_norm == "head":
+        return _norm_over(config, setting, config.dim_per_head, partial=(setting.tp,))
+    return _norm_over(config, setting, (heads, config.dim_per_head), cut=cut, partial=shared)
+
+
+def _norm_over(config: GPTConfig, setting: Setting, shape: int | tuple[int, ...], **held: Any) -> nn.Module:
+    held |= {"device": setting.device, "dtype": setting.dtype}
+    if config.norm_type == "rmsnorm":
+        return RMSNorm(shape, config.rms_norm_eps, **held)
+    affine = config.norm_type == "layernorm"
+    return LayerNorm(shape, config.layer_norm_epsilon, elementwise_affine=affine, **held)
