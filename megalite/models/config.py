@@ -53,7 +53,9 @@ class RopeScaling:
     original / high kept.
     beta_fast, beta_slow (yarn): dims that turn more often than beta_fast within the original context are kept, those
     that turn less often than beta_slow are stretched.
-    attention_factor (yarn): multiplies cos and sin; null = 0.1 ln(factor) + 1, the paper's.
+    attention_factor (yarn): multiplies cos and sin; null = 0.1 ln(factor) + 1, the paper's, or, with mscale and
+    mscale_all_dim given, (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1), DeepSeek's.
+    truncate (yarn): the ramp's ends are rounded outwards to whole dims.
     """
 
     rope_type: str = one_of("none", "linear", "llama3", "yarn")
@@ -64,6 +66,9 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
 
     def validate(self) -> None:
         """Raise ValueError for values that do not go together."""
