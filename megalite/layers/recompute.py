@@ -1,52 +1,69 @@
-"""Recompute: what a Block computes again in backward in place of storing it.
+"""What a block computes again in backward in place of storing it.
 
-Nothing has to be restored around the second run: dropout is a pure function of its key, and no layer draws from a
-generator. Collectives inside are run again too, by all ranks alike.
+Recomputation trades a second forward for memory: what runs under it keeps its inputs alone. `full` does so for whole
+blocks (about a third more work); `selective` for parts that are large and cheap, by default the core of attention,
+whose scores grow with the square of the sequence (Korthikanti et al., arXiv:2205.05198, section 5). With a fused
+attention kernel, which stores no scores, other parts are the better choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.utils.checkpoint import checkpoint
 
 T = TypeVar("T")
+
 MODES = ("none", "selective", "full")
-OPS = ("attention", "norm", "activation")
+OPS = ("norm", "attention", "activation", "mlp")
+DEFAULT_OPS = ("attention",)
+BLOCK = "block"
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which parts of which Blocks keep their input alone.
+    """Which parts of which layers are computed again.
 
-    mode: "none"; "full": a whole Block; "selective": the `ops` of it, of "attention" (scores, softmax, values: the part
-    that grows with seq^2, arXiv:2205.05198 section 5), "norm" and "activation" (the MLP's nonlinearity); () means
-    attention. every: in each every-th Block, from the first. Raises ValueError for other names.
+    mode: "none"; "selective", the `ops` (default attention); "full", whole blocks. every: in layers 0, every, 2 every,
+    and so on.
+    ops: norm, a block's norms; attention, its core from q, k, v to the values (scores, softmax, dropout, product);
+    activation, the nonlinearity of the MLP with its gate; mlp, all of the MLP, projections and their collectives
+    included, so that it contains activation.
+    Raises ValueError for what is unknown or does not go together.
     """
 
-    mode: str
+    mode: str = "none"
     ops: tuple[str, ...] = ()
     every: int = 1
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "ops", tuple(self.ops))
         if self.mode not in MODES:
             raise ValueError(f"recompute={self.mode} is unknown; take one of {', '.join(MODES)}")
-        for op in self.ops:
-            if op not in OPS:
-                raise ValueError(f"recompute_ops has {op}; take from {', '.join(OPS)}")
+        if self.mode != "selective" and self.ops:
+            raise ValueError(f"recompute={self.mode} takes no recompute_ops, and has {list(self.ops)}; take selective")
+        unknown = [op for op in self.ops if op not in OPS]
+        if unknown:
+            raise ValueError(f"recompute_ops has {unknown[0]}, which is unknown; take from {', '.join(OPS)}")
+        if {"mlp", "activation"} <= set(self.ops):
+            raise ValueError("recompute_ops has both mlp and activation, and mlp contains activation; take one")
         if self.every < 1:
             raise ValueError(f"recompute_every={self.every} must be at least 1")
 
     def wraps(self, op: str, layer: int) -> bool:
-        """Whether `op` ("block" or one of OPS) of this layer is computed again."""
-        if layer % self.every or self.mode == "none":
-            return False
-        return op == "block" if self.mode == "full" else op in (self.ops or ("attention",))
+        """Whether `op` of this layer, one of OPS or "block", is computed again."""
+        assert op in (*OPS, BLOCK), f"no block has the op {op}"
+        chosen = {"none": (), "selective": self.ops or DEFAULT_OPS, "full": (BLOCK,)}[self.mode]
+        return op in chosen and layer % self.every == 0
 
-    def call(self, op: str, layer: int, function: Callable[..., T], *args: object) -> T:
-        """function(*args), storing nothing inside if it is to be computed again."""
+    def call(self, op: str, layer: int, function: Callable[..., T], *args: Any) -> T:
+        """function(*args), computed again in backward if `wraps(op, layer)`: the same bits, without what it stored.
+
+        The function must depend on nothing that changes until backward; it may communicate, since each rank repeats
+        the same. No state of a random generator is kept: dropout is a pure function (`megalite.layers.dropout`).
+        """
         if not self.wraps(op, layer):
             return function(*args)
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
