@@ -1,13 +1,14 @@
 """Cross entropy over a vocabulary that is cut over tp; the logits are never gathered.
 
-With s_v the logits of a token, y its label, V the vocabulary and lse = log(sum over v of exp(s_v)):
+With s_v the logits of a token, y its label, V the vocabulary, m the largest logit and lse = m + log(sum over v of
+exp(s_v - m)):
 
     loss = lse - (1 - e) s_y - e/V (sum over v of s_v) + z lse^2          e: label smoothing, z: z-loss
     d loss / d s_v = (1 + 2 z lse) exp(s_v - lse) - (1 - e) [v = y] - e/V
 
-A rank contributes two numbers a token, the lse and the label's logit as far as its own columns know them, and, if
-labels are smoothed, the sum over its columns as a third. One all-gather exchanges them and every rank combines them in
-rank order, so all hold the same loss to the bit. Backward needs lse alone and no communication. z-loss is PaLM's
+A rank contributes three numbers a token, of its own columns: m, the sum of exp(s_v - m) and the label's logit; and, if
+labels are smoothed, the sum of the logits. One all-gather exchanges them and every rank combines them in rank order, so
+all hold the same loss to the bit. Backward needs m and the sum alone, and no communication. z-loss is PaLM's
 (arXiv:2204.02311, section 5).
 """
 
@@ -146,40 +147,47 @@ class _Objective:
         return labels != self.ignore_index
 
     def statistics(self, rows: Tensor, labels: Tensor) -> Tensor:
-        """(2, tokens) of this rank's columns: log of the sum of exp, the label's logit or 0; a third row if labels are
-        smoothed: the sum of the logits."""
+        """(3, tokens) of this rank's columns: the largest logit, the sum of exp(logit - largest), and the label's logit
+        or 0; if labels are smoothed a fourth row, the sum of the logits."""
         wide = torch.promote_types(rows.dtype, torch.float32)
-        out = torch.zeros(3 if self.label_smoothing else 2, len(rows), dtype=wide, device=rows.device)
+        out = torch.zeros(4 if self.label_smoothing else 3, len(rows), dtype=wide, device=rows.device)
+        out[0] = lowest = torch.finfo(wide).min  # not -inf, since -inf - -inf is not a number
         column, here = self.place(labels)
-        out[1] = torch.where(here, rows.gather(1, column.unsqueeze(1)).squeeze(1), 0)
-        for block in _blocks(rows):
+        out[2] = torch.where(here, rows.gather(1, column.unsqueeze(1)).squeeze(1), 0)
+        for block in _blocks(rows) if self.classes else ():
             logits = rows[block, : self.classes].to(wide)
-            out[0, block] = torch.logsumexp(logits, 1)
+            largest = out[0, block] = logits.amax(1).clamp(min=lowest)
+            out[1, block] = (logits - largest.unsqueeze(1)).exp_().sum(1)
             if self.label_smoothing:
-                out[2, block] = logits.sum(1)
+                out[3, block] = logits.sum(1)
         return out
 
     def combine(self, statistics: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss and the lse over all ranks' columns of each token, (tokens,) both."""
+        """Over all ranks' columns: the loss (tokens,), and (2, tokens), the largest logit and the sum beside it."""
         gathered = start_all_gather(statistics, self.tp, dim=0).wait().view(self.tp.size, *statistics.shape)
-        lse = gathered[:, 0].logsumexp(0)
-        loss = lse - (1 - self.label_smoothing) * gathered[:, 1].sum(0) + self.z_loss * lse.square()
+        largest = gathered[:, 0].amax(0)
+        total = (gathered[:, 1] * (gathered[:, 0] - largest).exp()).sum(0)
+        target = gathered[:, 2].sum(0)
+        loss = (largest - target) + total.log()  # in this order, since a small loss is not to drown in large logits
         if self.label_smoothing:
-            loss -= self.label_smoothing / self.vocab_size * gathered[:, 2].sum(0)
-        return torch.where(self.counted(labels), loss, 0), lse
+            loss += self.label_smoothing * (target - gathered[:, 3].sum(0) / self.vocab_size)
+        if self.z_loss:
+            loss += self.z_loss * (largest + total.log()).square()
+        return torch.where(self.counted(labels), loss, 0), torch.stack((largest, total))
 
-    def gradient(self, rows: Tensor, labels: Tensor, lse: Tensor, upstream: Tensor, out: Tensor) -> None:
-        """Writes the gradient of the rows into `out`, which may be the rows themselves."""
+    def gradient(self, rows: Tensor, labels: Tensor, softmax: Tensor, upstream: Tensor, out: Tensor) -> None:
+        """Writes the gradient of the rows into `out`, which may be the rows themselves. softmax: as `combine` gives."""
+        largest, total = softmax
         weight = torch.where(self.counted(labels), upstream, 0)
-        of_softmax = (weight * (1 + 2 * self.z_loss * lse)).unsqueeze(1)
+        of_softmax = (weight * (1 + 2 * self.z_loss * (largest + total.log())) / total).unsqueeze(1)
         of_all = (weight * (self.label_smoothing / self.vocab_size)).unsqueeze(1)
         column, here = self.place(labels)
         of_target = torch.where(here, (self.label_smoothing - 1) * weight, 0).unsqueeze(1)
-        column, lse = column.unsqueeze(1), lse.unsqueeze(1)
+        column, largest = column.unsqueeze(1), largest.unsqueeze(1)
         for block in _blocks(rows):
             # Half-precision logits become float32 here; rounding before the target is subtracted would lose all of
             # the gradient where the softmax is close to 1.
-            gradient = (rows[block] - lse[block]).exp_().mul_(of_softmax[block])
+            gradient = (rows[block] - largest[block]).exp_().mul_(of_softmax[block])
             if self.label_smoothing:
                 gradient -= of_all[block]
             gradient[:, self.classes :] = 0
@@ -195,31 +203,31 @@ def _blocks(rows: Tensor) -> Iterator[slice]:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Per token. Keeps the logits it was given and one lse a token."""
+    """Per token. Keeps the logits it was given, and two numbers a token."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, objective: _Objective) -> Tensor:
         order = sequence_first(logits)
         flat = _in_order(labels, order)
         rows = to_rows(logits, sequence_first=order)
-        loss, lse = objective.combine(objective.statistics(rows, flat), flat)
-        ctx.save_for_backward(logits, labels, lse)
+        loss, softmax = objective.combine(objective.statistics(rows, flat), flat)
+        ctx.save_for_backward(logits, labels, softmax)
         ctx.objective = objective
         return _from_order(loss, labels.shape, order)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        logits, labels, lse = ctx.saved_tensors
+        logits, labels, softmax = ctx.saved_tensors
         order = sequence_first(logits)
         rows = to_rows(logits, sequence_first=order)
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        ctx.objective.gradient(rows, _in_order(labels, order), lse, _in_order(upstream, order), out)
+        ctx.objective.gradient(rows, _in_order(labels, order), softmax, _in_order(upstream, order), out)
         return from_rows(out, labels.shape, sequence_first=order), None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Per token, with the logits of chunk_tokens tokens at a time. Keeps x as it came and one lse a token."""
+    """Per token, with the logits of chunk_tokens tokens at a time. Keeps x as it came, and two numbers a token."""
 
     @staticmethod
     def forward(
@@ -237,14 +245,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         flat, matrix = _in_order(labels, order), weight.to(x.dtype)
         chunks = zip(rows.split(chunk_tokens), flat.split(chunk_tokens), strict=True)
         statistics = [objective.statistics(F.linear(chunk, matrix), chunk_labels) for chunk, chunk_labels in chunks]
-        loss, lse = objective.combine(torch.cat(statistics, 1), flat)
-        ctx.save_for_backward(x, labels, lse)
+        loss, softmax = objective.combine(torch.cat(statistics, 1), flat)
+        ctx.save_for_backward(x, labels, softmax)
         return _from_order(loss, labels.shape, order)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        x, labels, lse = ctx.saved_tensors
+        x, labels, softmax = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         weight, tp = ctx.weight, ctx.objective.tp
         rows, order = _enter(x, tp, ctx.sequence_parallel)
@@ -255,7 +263,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(rows), ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
             logits = F.linear(rows[chunk], matrix)
-            ctx.objective.gradient(logits, flat[chunk], lse[chunk], upstream[chunk], logits)
+            ctx.objective.gradient(logits, flat[chunk], softmax[:, chunk], upstream[chunk], logits)
             if needs_x:
                 torch.mm(logits, matrix, out=dx[chunk])
             if needs_weight:
@@ -297,5 +305,4 @@ def _in_order(tokens: Tensor, order: bool) -> Tensor:
 
 def _from_order(tokens: Tensor, shape: tuple[int, ...], order: bool) -> Tensor:
     """The inverse of `_in_order`."""
-    *batch, seq = shape
-    return tokens.view(seq, *batch).movedim(0, -1) if order else tokens.view(shape)
+    return tokens.view(shape[-1], *shape[:-1]).movedim(0, -1) if order else tokens.view(shape)
