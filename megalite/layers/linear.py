@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megalite.comm import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from megalite.layers.rows import SEQUENCE_DIM, from_rows, sequence_first, to_rows
 from megalite.mesh import Axis
-from megalite.spec import Init, ParallelModule, ParamSpec, uniform
+from megalite.spec import Init, ParallelModule, ParamSpec, uniform, zeros
 from megalite.weight_grad import open_store
 
 Enter = Literal["whole", "copy", "all_gather"]
@@ -72,11 +72,13 @@ class _ParallelLinear(torch.autograd.Function):
         whole_gradient = _start_gather(gradient, ctx.tp, ctx.leave == "reduce_scatter").wait()
         dx = _start_input_gradient(ctx, whole_gradient) if needs_x else Pending[Tensor | None].done(None)
         dw = None
-        if needs_weight and store is None:
-            dw = _weight_gradient(whole_gradient, whole_x.wait(), ctx.weight)
-        elif needs_weight:
+        if needs_weight and store is not None:
             store.put(ctx.weight, _deferred(ctx, x, gradient))
-        db = gradient.sum(tuple(range(gradient.ndim - 1))).to(ctx.bias_dtype) if needs_bias else None
+        elif needs_weight:
+            dw = _weight_gradient(whole_gradient, whole_x.wait(), ctx.weight)
+        db = None
+        if needs_bias:
+            db = to_rows(gradient, sequence_first=sequence_first(gradient)).sum(0).to(ctx.bias_dtype)
         return dx.wait(), dw, db, None, None, None
 
 
@@ -109,7 +111,7 @@ def _weight_gradient(gradient: Tensor, x: Tensor, weight: nn.Parameter) -> Tenso
 
 def _deferred(ctx: Any, x: Tensor, gradient: Tensor) -> Callable[[], Callable[[], Tensor]]:
     """The weight product for a store. It holds what is cut, of x and of the gradient, and gathers when it is run."""
-    tp, weight = ctx.tp, ctx.weight
+    tp, weight, x = ctx.tp, ctx.weight, x.detach()  # x itself would keep the graph that made it alive
     gather_x, gather_gradient = ctx.enter == "all_gather", ctx.leave == "reduce_scatter"
 
     def start() -> Callable[[], Tensor]:
@@ -128,6 +130,8 @@ class ColumnParallelLinear(ParallelModule):
     out_shape, so that each of the fused parts is cut alike; out_features must be their product.
     init: of the weight; default nn.Linear's. Raises ValueError if tp does not divide what it cuts.
     """
+
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -153,10 +157,10 @@ class ColumnParallelLinear(ParallelModule):
         bound = 1 / math.sqrt(in_features)
         weight = ParamSpec((*shape, in_features), init or uniform(bound), cut={tp: cut_dim})
         self.weight = self.declare("weight", weight, device=device, dtype=dtype)
-        self.bias = None
+        self.register_parameter("bias", None)
         if bias:
-            start = init and Init("constant", 0.0)
-            spec = ParamSpec(shape, start or uniform(bound), cut={tp: cut_dim}, decay=False)
+            start = zeros if init else uniform(bound)
+            spec = ParamSpec(shape, start, cut={tp: cut_dim}, decay=False)
             self.bias = self.declare("bias", spec, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -175,6 +179,8 @@ class RowParallelLinear(ParallelModule):
     (..., seq/tp, out_features). The bias is added once, after the sum. Positional arguments are nn.Linear's.
     init: of the weight; default nn.Linear's. Raises ValueError if tp does not divide in_features.
     """
+
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -195,11 +201,11 @@ class RowParallelLinear(ParallelModule):
         bound = 1 / math.sqrt(in_features)
         weight = ParamSpec((out_features, in_features), init or uniform(bound), cut={tp: 1})
         self.weight = self.declare("weight", weight, device=device, dtype=dtype)
-        self.bias = None
+        self.register_parameter("bias", None)
         if bias:
-            start = init and Init("constant", 0.0)
+            start = zeros if init else uniform(bound)
             partial = (tp,) if sequence_parallel else ()  # each rank adds it to its own tokens only
-            spec = ParamSpec((out_features,), start or uniform(bound), partial=partial, decay=False)
+            spec = ParamSpec((out_features,), start, partial=partial, decay=False)
             self.bias = self.declare("bias", spec, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
