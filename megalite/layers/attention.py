@@ -120,14 +120,15 @@ class GroupedQueryAttention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key: DropoutKey | None) -> Tensor:
         """(batch, seq, heads, head_dim) each -> (batch, heads, seq, head_dim)."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        mask = _window_mask(q.shape[2], self.window, q.device)
+        seq = q.shape[2]
+        mask = None if self.window is None or self.window >= seq else _visible(seq, self.window, q.device)
         if self.implementation == "eager":
             return self._attend_eagerly(q, k, v, mask, key)
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
 
     def _attend_eagerly(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key: DropoutKey | None) -> Tensor:
         if mask is None:
-            mask = _window_mask(q.shape[2], q.shape[2], q.device, always=True)
+            mask = _visible(q.shape[2], q.shape[2], q.device)
         k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = (q @ k.transpose(-2, -1)).to(wide) / math.sqrt(self.head_dim)
@@ -164,6 +165,11 @@ class SharedQKV(ParallelModule):
     The two parameters are regions of FusedQKV's one, so that both are the same model. x enters once for both. Each
     sharing rank sees the gradient of its own query heads only: that of k and v is a summand over `cut.shared`.
     """
+
+    q_weight: nn.Parameter
+    kv_weight: nn.Parameter
+    q_bias: nn.Parameter | None
+    kv_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -220,10 +226,8 @@ def _join_heads(values: Tensor, *, sequence_first: bool) -> Tensor:
     return rearrange(values, "b h s d -> b s (h d)")
 
 
-def _window_mask(seq: int, window: int | None, device: torch.device, *, always: bool = False) -> Tensor | None:
-    """(seq, seq), True where query i sees key j: i - window < j <= i. None where that is plain causal attention."""
-    if not always and (window is None or window >= seq):
-        return None
+def _visible(seq: int, window: int, device: torch.device) -> Tensor:
+    """(seq, seq), True where query i sees key j: i - window < j <= i."""
     at = torch.arange(seq, device=device)
     distance = at[:, None] - at[None, :]
-    return (distance >= 0) & (distance < (window or seq))
+    return (distance >= 0) & (distance < window)

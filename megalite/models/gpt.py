@@ -103,7 +103,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """x + dropout(f(norm x)), or x + dropout(norm(f x)) where the norm comes after."""
         normed = functools.partial(self.recompute.call, "norm", self.layer, norm)
-        y = sublayer(normed(x)) if self.norm_first else normed(sublayer(x))
+        y = normed(x, into=sublayer) if self.norm_first else normed(sublayer(x))
         return x + dropout(y, self.pdrop if self.training else 0.0, key=inputs.local_key, layer=self.layer, site=site)
 
     def _attend(self, x: Tensor, inputs: BlockInputs) -> Tensor:
@@ -159,7 +159,12 @@ class GPT(nn.Module):
         config.validate_cut(mesh.tp.size, sequence_parallel=False, seq_len=1)
         self.config, self.setting, self.loss_options = config, setting, loss or LossOptions()
         init = normal(config.initializer_range)
-        shared = {"tp": mesh.tp, "sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
+        shared: dict[str, Any] = {
+            "tp": mesh.tp,
+            "sequence_parallel": sequence_parallel,
+            "device": device,
+            "dtype": dtype,
+        }
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, init=init, **shared)
         self.positions = None
         if config.position_embedding_type == "absolute":
