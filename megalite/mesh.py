@@ -28,8 +28,9 @@ EXPERT_AXES = ("etp", "ep", "edp")  # always in this order, innermost first
 class Axis:
     """One way to cut the ranks, as one rank sees it: `name`, `size`, my `rank` in it, its process `group`.
 
-    `ranks` are the global ranks along it, in order; `ranks[rank]` is this process. An axis deep-copies to itself,
-    compares by name and ranks, and refuses to be pickled, since a process group lives in one process.
+    `ranks` are the global ranks along it, in order; `ranks[rank]` is this process. `parent` is the axis that a sub-axis
+    is a part of (`Mesh.divide`). An axis deep-copies to itself, compares by name and ranks, and refuses to be pickled,
+    since a process group lives in one process.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Axis:
     rank: int = 0
     group: ProcessGroup | None = field(default=None, repr=False)
     ranks: tuple[int, ...] = ()
+    parent: Axis | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not self.ranks:
@@ -231,8 +233,8 @@ class Mesh:
         of_outer = axis.ranks[axis.rank % inner :: inner]
         start = axis.rank // inner * inner
         return (
-            self._make(f"{axis.name}_outer{outer}", of_outer),
-            self._make(f"{axis.name}_inner{inner}", axis.ranks[start : start + inner]),
+            self._make(f"{axis.name}_outer{outer}", of_outer, parent=axis),
+            self._make(f"{axis.name}_inner{inner}", axis.ranks[start : start + inner], parent=axis),
         )
 
     def data(self, spec: ParamSpec | None = None) -> Axis:
@@ -243,7 +245,7 @@ class Mesh:
         """The axes that a parameter can be cut or copied over: (dp, cp, tp) if dense, (edp, ep, etp) if expert."""
         return (self.edp, self.ep, self.etp) if spec is not None and spec.expert else (self.dp, self.cp, self.tp)
 
-    def _make(self, name: str, ranks: tuple[int, ...]) -> Axis:
+    def _make(self, name: str, ranks: tuple[int, ...], *, parent: Axis | None = None) -> Axis:
         key = (name, ranks)
         if key not in self._made:
             group = None
@@ -253,7 +255,7 @@ class Mesh:
                 # Members only: each rank makes exactly one group per axis, so that torch, which names a local group by
                 # how many its process has made, gives all members the same name.
                 group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
-            self._made[key] = Axis(name, len(ranks), ranks.index(self.rank), group, ranks)
+            self._made[key] = Axis(name, len(ranks), ranks.index(self.rank), group, ranks, parent)
         return self._made[key]
 
     def __repr__(self) -> str:
