@@ -65,7 +65,10 @@ class FeedForward(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.recompute.call("activation", self.layer, self._activate, self.up(x)))
+        return self.recompute.call("mlp", self.layer, self._forward, x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return self.recompute.call("activation", self.layer, self._activate, self.up(x), into=self.down)
 
     def _activate(self, x: Tensor) -> Tensor:
         if not self.gated:

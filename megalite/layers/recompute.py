@@ -1,25 +1,29 @@
 """What a block computes again in backward in place of storing it.
 
-Recomputation trades a second forward for memory: what runs under it keeps its inputs alone. `full` does so for whole
-blocks (about a third more work); `selective` for parts that are large and cheap, by default the core of attention,
-whose scores grow with the square of the sequence (Korthikanti et al., arXiv:2205.05198, section 5). With a fused
-attention kernel, which stores no scores, other parts are the better choice.
+Recomputation trades work for memory. `full` keeps each block's input alone, for about a third more work; `selective`
+does it for parts that are large and cheap, by default the core of attention, whose scores grow with the square of the
+sequence (Korthikanti et al., arXiv:2205.05198, section 5). A fused attention kernel stores no scores: with it, norm and
+activation are the better choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-
-T = TypeVar("T")
 
 MODES = ("none", "selective", "full")
 OPS = ("norm", "attention", "activation", "mlp")
 DEFAULT_OPS = ("attention",)
 BLOCK = "block"
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 @dataclass(frozen=True)
@@ -28,9 +32,9 @@ class Recompute:
 
     mode: "none"; "selective", the `ops` (default attention); "full", whole blocks. every: in layers 0, every, 2 every,
     and so on.
-    ops: norm, a block's norms; attention, its core from q, k, v to the values (scores, softmax, dropout, product);
-    activation, the nonlinearity of the MLP with its gate; mlp, all of the MLP, projections and their collectives
-    included, so that it contains activation.
+    ops: norm, the norms before a sublayer; attention, its core from q, k, v to the values (scores, softmax, dropout,
+    product); activation, the nonlinearity of the MLP with its gate; mlp, all of the MLP, its projections and their
+    collectives included, so that it contains activation.
     Raises ValueError for what is unknown or does not go together.
     """
 
@@ -58,12 +62,32 @@ class Recompute:
         chosen = {"none": (), "selective": self.ops or DEFAULT_OPS, "full": (BLOCK,)}[self.mode]
         return op in chosen and layer % self.every == 0
 
-    def call(self, op: str, layer: int, function: Callable[..., T], *args: Any) -> T:
-        """function(*args), computed again in backward if `wraps(op, layer)`: the same bits, without what it stored.
+    def call(
+        self, op: str, layer: int, function: Callable[..., Tensor], *args: Any, into: Callable[[Tensor], Tensor] = _same
+    ) -> Tensor:
+        """into(function(*args)); if `wraps(op, layer)`, function is computed again in backward. The same bits.
 
-        The function must depend on nothing that changes until backward; it may communicate, since each rank repeats
-        the same. No state of a random generator is kept: dropout is a pure function (`megalite.layers.dropout`).
+        What function stored is not stored, and if `into` (a projection that follows a norm) stores function's result,
+        neither is that, at the price of computing function once more. Its arguments are. `into` itself is not repeated.
+        The function may communicate, since each rank repeats the same, and must depend on nothing that changes before
+        backward. The state of random generators is not kept: dropout is a pure function (`megalite.layers.dropout`).
         """
         if not self.wraps(op, layer):
-            return function(*args)
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+            return into(function(*args))
+        y = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+        place = _place(y)
+
+        def pack(stored: Tensor) -> Tensor | None:
+            return None if _place(stored) == place else stored
+
+        @torch.no_grad()
+        def unpack(stored: Tensor | None) -> Tensor:
+            return function(*args) if stored is None else stored
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return into(y)  # y lives until here, so nothing else can have been at its place
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    """Tells tensors apart while they live, without keeping them alive."""
+    return x.data_ptr(), x.dtype, x.shape, x.stride()
