@@ -22,7 +22,6 @@ from megalite.mesh import Axis, Mesh
 from megalite.models.config import GPTConfig
 from megalite.models.microbatch import Microbatch, VectorMicrobatch
 from megalite.train.config import Config
-from megalite.train.model import DTYPES
 
 Int64s = npt.NDArray[np.int64]
 Batch = list[Microbatch] | list[VectorMicrobatch]
@@ -136,7 +135,7 @@ class VectorBatches:
 
     def _microbatch(self, numbers: Int64s, step: int) -> VectorMicrobatch:
         inputs = gaussian(self.config.seed, numbers, self.config.model.hidden_size)
-        dtype = DTYPES[self.config.precision]
+        dtype = getattr(torch, self.config.dtype)
         place = self.share.place
         return VectorMicrobatch(place(inputs, dtype), place(targets(inputs), dtype), place(numbers), step)
 

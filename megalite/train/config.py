@@ -159,6 +159,11 @@ class Config:
     timeout_seconds: float = 600.0
 
     @property
+    def dtype(self) -> str:
+        """The name that torch has for the precision."""
+        return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}[self.precision]
+
+    @property
     def last_step(self) -> int:
         """The step after which the run ends."""
         return self.steps if self.stop_after is None else self.stop_after

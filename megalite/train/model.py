@@ -17,14 +17,13 @@ from megalite.train.config import Config
 from megalite.train.optim import optimizer
 from megalite.zero import Zero
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 UNITS = (Block, ColumnParallelLinear, RowParallelLinear)
 """What Zero reduces together: a GPT's Blocks (which hold the linears), the deep MLP's layers."""
 
 
 def build_model(config: Config, *, mesh: Mesh) -> nn.Module:
     """This rank's part of the model; `model(None, microbatch)` gives the sum of the loss."""
-    dtype = DTYPES[config.precision]
+    dtype = getattr(torch, config.dtype)
     if isinstance(config.model, MLPConfig):
         return MLP(config.model, mesh=mesh, device="meta", dtype=dtype)
     assert config.layout.sequence_parallel is not None, "check() fills it in"

@@ -1,0 +1,227 @@
+"""From a command line to exit codes: on one process, and on several under torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.data import DataError
+from megalite.train import launch
+from tests.train.composing import CONFIGS, ROOT
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "there",
+    "MASTER_PORT": "29400",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "OMP_NUM_THREADS": "1",
+}
+
+# A job that shows where it runs and talks once; seed=13 fails on the last rank, seed=14 has bad data there.
+JOB = f"""
+import sys
+from megalite.train import launch
+
+def main(config, world):
+    import torch
+    from megalite.comm import start_all_reduce
+    from megalite.data import DataError
+    from megalite.mesh import Mesh
+    mesh = Mesh.build(config.layout.fit(world.size))
+    ranks = start_all_reduce(torch.ones(()), mesh.world).wait()
+    at = f"tp={{config.layout.tp}}, seed={{config.seed}}, {{config.out_dir}}"
+    print(f"rank {{world.rank}}: {{ranks:.0f}} ranks, {{at}}\\n", end="", flush=True)
+    start_all_reduce(ranks, mesh.world).wait()  # nobody fails before all have spoken
+    if config.seed == 13 and world.rank == world.size - 1:
+        raise RuntimeError("bad luck")
+    if config.seed == 14 and world.rank == world.size - 1:
+        launch.HOLD_SECONDS = 0.0
+        raise DataError("data.paths: bad data")
+
+if __name__ == "__main__":
+    launch.run(main, configs={str(CONFIGS)!r})
+"""
+
+
+@pytest.fixture
+def job(tmp_path) -> Path:
+    path = tmp_path / "job.py"
+    path.write_text(JOB)
+    return path
+
+
+def start(*command: str, cwd: Path) -> subprocess.Popen:
+    environment = {key: value for key, value in os.environ.items() if key not in TORCHRUN}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *command], cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def torchrun(ranks: int, job: Path, *overrides: str) -> subprocess.Popen:
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    return start(*launcher, str(job), *overrides, cwd=job.parent)
+
+
+def finished(process: subprocess.Popen) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=100)
+    return process.returncode, out, err
+
+
+def exit_code(monkeypatch, tmp_path, main, *overrides: str) -> int:
+    """What `python train.py <overrides>` would exit with, here and now, with `main` in the place of training."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
+    monkeypatch.chdir(tmp_path)
+    for name in (*TORCHRUN, "HYDRA_FULL_ERROR"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    with pytest.raises(SystemExit) as stop:
+        launch.run(main, configs=str(CONFIGS))
+    torch.set_num_threads(threads)
+    return stop.value.code
+
+
+def test_without_a_launcher_it_is_one_process_and_no_group():
+    assert launch.Place.read({}) == launch.Place()
+
+
+def test_under_torchrun_the_place_is_what_it_says_and_its_one_thread_is_nobodys_wish():
+    place = launch.Place.read(TORCHRUN)
+    assert (place.rank, place.size, place.local_rank, place.local_size) == (3, 4, 1, 2)
+    assert (place.master, place.agent_store, place.attempt) == (("there", 29400), True, 2)
+    assert place.omp_threads is None
+    assert launch.Place.read(TORCHRUN | {"OMP_NUM_THREADS": "5"}).omp_threads == 5
+    assert launch.Place.read({"OMP_NUM_THREADS": "1"}).omp_threads == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4"),
+        ({"MASTER_ADDR": None}, "WORLD_SIZE=4 is set and MASTER_ADDR is not; start with torchrun"),
+        ({"RANK": None}, "WORLD_SIZE=4 is set and RANK is not"),
+    ],
+)
+def test_half_a_launcher_is_refused(variables, says):
+    environ = {key: value for key, value in (TORCHRUN | variables).items() if value is not None}
+    with pytest.raises(ValueError, match=says):
+        launch.Place.read(environ)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ("optim.lrr=1", "error: optim.lrr is no key of the configuration; did you mean optim.lr?"),
+        ("lr=1", "error: lr is no key of the configuration; did you mean optim.lr?"),
+        ("optimm.lr=1", "error: optimm is no key of the configuration; did you mean optim?"),
+        ("modle=gpt2", "error: modle is no key of the configuration; did you mean model?"),
+        ("model=gpt3", "error: model=gpt3 is unknown; did you mean gpt2?"),
+        ("+optim.lrr=1", "error: optim.lrr is no key of the configuration; did you mean optim.lr?"),
+        ("steps=true", "error: steps=true must be a whole number"),
+        ("steps=???", "error: Missing mandatory value: steps"),
+        ("seed=${nothing}", "error: Interpolation key 'nothing' not found"),
+        ("a=b=c", "error: a=b=c is not understood: mismatched input '='"),
+        ("out_dir=/proc/nowhere", "error: out_dir: "),
+        ("layout.tp=2", "error: layout cp=1 x tp=2 x pp=1 = 2 does not divide the 1 ranks that are running"),
+        ("layout.cp=2", "error: layout.cp=2 is not built yet; take layout.cp=1"),
+        ("-m steps=0,1", "error: steps=0 must be above 0"),
+    ],
+)
+def test_what_the_command_line_gets_wrong_is_one_line_and_exit_code_2(monkeypatch, tmp_path, capfd, overrides, says):
+    code = exit_code(monkeypatch, tmp_path, lambda config, world: pytest.fail("it ran"), *overrides.split())
+    err = [line for line in capfd.readouterr().err.splitlines() if not line.startswith(("Launching", "\t#"))]
+    assert code == 2
+    assert len(err) == 1 and err[0].startswith(says)
+
+
+def test_the_exit_code_says_what_went_wrong(monkeypatch, tmp_path, capfd):
+    def failing(error):
+        def main(config, world):
+            raise error
+
+        return main
+
+    assert exit_code(monkeypatch, tmp_path, lambda config, world: None) == 0
+    assert exit_code(monkeypatch, tmp_path, failing(DataError("data.paths: gone"))) == 3
+    assert capfd.readouterr().err == "error: data.paths: gone\n"
+    assert exit_code(monkeypatch, tmp_path, failing(ValueError("a bug"))) == 1
+    assert "Traceback" in (err := capfd.readouterr().err) and "ValueError: a bug" in err
+    assert exit_code(monkeypatch, tmp_path, failing(KeyboardInterrupt())) == 130
+
+
+def test_each_job_of_a_sweep_has_its_own_directory_and_relative_data_is_where_one_typed(monkeypatch, tmp_path):
+    seen = []
+
+    def main(config, world):
+        seen.append((config.seed, Path(config.out_dir), config.data.paths))
+
+    assert exit_code(monkeypatch, tmp_path, main, "-m", "seed=1,2", "out_dir=sweep") == 0
+    assert seen == [(1, tmp_path / "sweep/0", []), (2, tmp_path / "sweep/1", [])]
+    seen.clear()
+    assert exit_code(monkeypatch, tmp_path, main, "data.paths=[a.txt]", "out_dir=run", "hydra.job.chdir=true") == 0
+    assert seen == [(0, tmp_path / "run", [str(tmp_path / "a.txt")])]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "threads"), [([], 3), (["threads=2"], 2)], ids=["as OMP_NUM_THREADS says", "as configured"]
+)
+def test_threads_are_what_was_asked_for(monkeypatch, tmp_path, overrides, threads):
+    seen = []
+    monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    before = torch.get_num_threads()
+    with pytest.raises(SystemExit):
+        launch.run(lambda config, world: seen.append((world.threads, torch.get_num_threads())), configs=str(CONFIGS))
+    torch.set_num_threads(before)
+    assert seen == [(threads, threads)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("override", ["device=cuda", "backend=nccl"])
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch, tmp_path, capfd, override):
+    assert exit_code(monkeypatch, tmp_path, lambda config, world: None, override) == 2
+    assert "need a GPU, and rank 0 has none" in capfd.readouterr().err
+
+
+def test_help_and_a_refusal_import_no_torch():
+    for argument, code in [("--help", 0), ("steps=0", 2)]:
+        process = start("-X", "importtime", str(ROOT / "train.py"), argument, cwd=ROOT)
+        returned, _, err = finished(process)
+        assert returned == code
+        imported = re.findall(r"\| +(\S+)$", err, flags=re.MULTILINE)
+        assert "hydra" in imported and not [name for name in imported if name.split(".")[0] == "torch"]
+
+
+def test_under_torchrun_a_refusal_is_said_once(job):
+    code, out, err = finished(torchrun(2, job, "optim.lrr=1"))
+    assert code != 0 and out == ""
+    assert err.count("error: ") == 1 and "error: optim.lrr is no key of the configuration" in err
+    assert "exitcode  : 2" in err
+
+
+def test_two_jobs_at_once_do_not_meet_and_an_error_on_one_rank_ends_its_job_and_is_told(job):
+    """One is a sweep, which makes its process group anew for each of its jobs."""
+    at = job.parent
+    one = torchrun(2, job, "layout.tp=2", "seed=14", "out_dir=a")
+    sweep = torchrun(2, job, "-m", "seed=8,13", "out_dir=b")
+    code, out, err = finished(one)
+    assert sorted(out.splitlines()) == [f"rank {rank}: 2 ranks, tp=2, seed=14, {at}/a" for rank in range(2)]
+    assert code != 0 and err.count("error: ") == 1 and "error: data.paths: bad data" in err
+    assert "exitcode  : 3" in err
+    code, out, err = finished(sweep)
+    done = [f"rank {rank}: 2 ranks, tp=1, seed={(8, 13)[n]}, {at}/b/{n}" for rank in range(2) for n in range(2)]
+    assert sorted(out.splitlines()) == sorted(done)
+    assert code != 0 and "rank 1 failed:\nTraceback" in err and "RuntimeError: bad luck" in err
+    assert "exitcode  : 1" in err
