@@ -1,0 +1,236 @@
+"""The benchmarks' arithmetic: what they compare is the same job, and what they count is what was sent."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import gpu, harness, linear, peers, train
+from benchmarks.harness import Side
+from benchmarks.work import Work
+from megalite.comm import start_all_gather, start_all_reduce, start_reduce_scatter
+from megalite.mesh import Layout, Mesh
+from megalite.models.config import GPTConfig
+from megalite.models.gpt import GPT
+from tests.counting import count
+from tests.ranks import run
+
+# Float32 sums in another order: some 1e-7 of a tensor's largest entry, and a wrong term is far above.
+ROUNDING = 1e-5
+
+
+def small_work(**changes: object) -> Work:
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    return Work(GPTConfig(**{**sizes, **heads, **changes}), batch=4, seq=16)
+
+
+# ---- the harness
+
+
+def test_a_ratio_is_the_median_of_paired_ratios_and_not_the_ratio_of_medians() -> None:
+    assert harness.ratio([1.0, 10.0, 6.0], [1.0, 5.0, 2.0]).median == 2
+    assert harness.ratio([4.0], [2.0]) == (2, 2, 2)
+
+
+def test_sides_run_in_turn_and_a_round_takes_what_its_slowest_rank_took() -> None:
+    for seconds, order in run(_in_turn, 2, checked=False):
+        assert order == ["a", "b"] * 3  # one round to warm up, two that count
+        assert seconds["a"] == seconds["slowest of a"]
+        assert len(seconds["a"]) == len(seconds["b"]) == 2
+
+
+def _in_turn() -> tuple[dict[str, list[float]], list[str]]:
+    world = Mesh.build(Layout(dp=2)).world
+    order: list[str] = []
+    sides = {"a": Side(lambda: order.append("a"), 2), "b": Side(lambda: order.append("b"), 2)}
+    seconds = harness.in_turn(sides, world=world, rounds=2, warm_up=1)
+    everyone = start_all_gather(torch.tensor(seconds["a"], dtype=torch.float64)[None], world).wait()
+    return {**seconds, "slowest of a": everyone.amax(0).tolist()}, order
+
+
+def test_a_side_of_one_rank_does_not_run_on_the_others() -> None:
+    assert run(_steps_of_one_rank, 2, checked=False) == [3, 0]
+
+
+def _steps_of_one_rank() -> int:
+    steps: list[int] = []
+    harness.in_turn({"one": Side(lambda: steps.append(1), 1)}, world=Mesh.build(Layout(dp=2)).world, rounds=1)
+    return len(steps)
+
+
+def test_a_table_is_aligned() -> None:
+    lines = harness.table(("side", "ms"), [("ours", "7"), ("a longer one", "12345")]).splitlines()
+    assert lines[0].endswith("   ms") and lines[2].endswith("    7")
+    assert len({len(line) for line in lines}) == 1
+
+
+# ---- linear
+
+
+def test_all_sides_of_linear_compute_the_plain_model_on_one_process() -> None:
+    """Ours and torch's plans. What torch's plan for sequence parallelism sends is seen below DTensor as well: four
+    all-gathers and four reduce-scatters a layer, and one of each around each end of the model."""
+    for differences, kinds in run(_sides_of_linear, 2, small_work(), checked=False):
+        assert all(max(difference) < ROUNDING for difference in differences.values()), differences
+        assert kinds == [4 * 2 + 2] * 2
+
+
+def _sides_of_linear(work: Work) -> tuple[dict[tuple[str, str], linear.Difference], list[int]]:
+    mesh = Mesh.build(Layout(tp=2))
+    subjects = linear.subjects(work, mesh)
+    reference = subjects[linear.ONE, linear.PLAIN]
+    differences = {at: linear.difference(subject, reference, work, mesh.world) for at, subject in subjects.items()}
+    with harness.bytes_sent() as counted:
+        subjects[linear.SP, linear.LOSS_PARALLEL].step()
+    return differences, [counted.calls(kind) for kind in ("all_gather", "reduce_scatter")]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_ours_send_exactly_what_the_formulas_say(tp: int) -> None:
+    for sent in run(_sent, tp, small_work(), checked=False):
+        assert all(counted == formula for counted, formula in sent), sent
+
+
+def _sent(work: Work) -> list[tuple[float, float]]:
+    mesh = Mesh.build(Layout(tp=dist.get_world_size()))
+    sent = []
+    for layout in (
+        {"sequence_parallel": False},
+        {"sequence_parallel": True},
+        {"sequence_parallel": True, "split": True},
+    ):
+        subject = linear.ours(work, mesh, **layout)
+        with count() as counted:
+            subject.step()
+        sent.append((counted.bytes_sent(), sum(linear.formula_bytes(work, tp=mesh.tp.size, **layout).values())))
+    return sent
+
+
+def test_the_formulas_are_those_of_the_papers() -> None:
+    """8, 10 and 12 b s h (t-1)/t elements a layer; b = 4, s = 16, h = 32, 2 layers, float32."""
+    activation = 4 * 16 * 32 * 4
+    for sequence_parallel, split, factor in ((False, False, 8), (True, False, 10), (True, True, 12)):
+        for tp in (1, 2, 4):
+            parts = linear.formula_bytes(small_work(), tp=tp, sequence_parallel=sequence_parallel, split=split)
+            assert parts["layers"] == 2 * factor * activation * (tp - 1) / tp
+
+
+def test_the_floor_communicates_nothing_and_leaves_everything_as_it_was() -> None:
+    for inside, shapes, after in run(_floor, 2, checked=False):
+        assert (inside, after) == (0, 3)
+        assert shapes == [(2, 6), (4, 6), (1, 6)]
+
+
+def _floor() -> tuple[int, list[tuple[int, ...]], int]:
+    tp, x = Mesh.build(Layout(tp=2)).tp, torch.ones(2, 6)
+
+    def all_three() -> list[torch.Tensor]:
+        return [start(x.clone(), tp).wait() for start in (start_all_reduce, start_all_gather, start_reduce_scatter)]
+
+    with count() as inside, linear.local_copies(2):
+        results = all_three()
+    with count() as after:
+        all_three()
+    return inside.calls(), [tuple(result.shape) for result in results], after.calls()
+
+
+def test_every_weight_of_our_gpt_has_its_place_in_the_plain_model() -> None:
+    """All of them, once: the elements of both add up to the same number."""
+    work = small_work()
+    plain, model = peers.Llama(work.config), GPT(work.config)
+    named = peers.in_our_names(dict(plain.named_parameters()), work.config)
+    assert {name: x.shape for name, x in named.items()} == {name: x.shape for name, x in model.named_parameters()}
+    assert sum(x.numel() for x in named.values()) == sum(x.numel() for x in plain.parameters())
+
+
+# ---- train
+
+
+def test_zero_and_ddp_train_the_same_weights() -> None:
+    """The same batch, clipping and AdamW. Adam divides by the gradient's size, so rounding grows: 1e-3 of a weight."""
+    found = run(train.speed, 2, small_work(), 1, checked=False)[0]
+    assert set(found.differences) == set(train.SIDES)
+    assert all(difference < 1e-3 for difference in found.differences.values()), found.differences
+
+
+def test_peak_live_bytes_is_the_highest_sum_and_not_the_total() -> None:
+    def allocate() -> None:
+        first = torch.empty(1000)
+        del first
+        both = torch.empty(500), torch.empty(700)
+        del both
+
+    assert train.peak_live_bytes(allocate) == 4 * 1200
+
+
+def test_the_buckets_of_ddp_count_as_memory() -> None:
+    """They are allocated in C++, and as large as all gradients."""
+    gradients = 4 * sum(parameter.numel() for parameter in GPT(small_work().config).parameters())
+    for peak in run(_bytes_of_ddp, 2, small_work(), checked=False):
+        assert gradients <= peak < 2 * gradients
+
+
+def _bytes_of_ddp(work: Work) -> int:
+    model = GPT(work.config, mesh=Mesh.build(Layout(dp=2)))
+    wrapped: list[torch.nn.Module] = []
+    return train.peak_live_bytes(lambda: wrapped.append(torch.nn.parallel.DistributedDataParallel(model)))
+
+
+# ---- gpu
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("AMD Instinct MI300X", 1300),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_peak_is_that_of_the_named_device_and_of_no_slower_one(name: str, tflops: float | None) -> None:
+    assert gpu.peak_flops(name) == (None if tflops is None else tflops * 1e12)
+
+
+def test_token_flops_are_the_matrix_products_of_forward_and_backward() -> None:
+    """Counted by torch on explicit attention, whose products are whole: 2 FLOPs a multiply-add, backward twice forward.
+    The formula counts the norms' few weights as products too, hence 1%."""
+    work = small_work(attn_implementation="eager", num_key_value_heads=8)
+    model = GPT(work.config)
+    with FlopCounterMode(display=False) as counted:
+        model(None, work.microbatch()).backward()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    formula = gpu.token_flops(work.config, parameters=parameters, seq=work.seq) * work.tokens
+    assert math.isclose(counted.get_total_flops(), formula, rel_tol=0.01)
+
+
+def test_the_law_of_the_gpu_part_holds_on_the_cpu_and_its_bounds_catch_a_wrong_gradient() -> None:
+    errors = run(gpu.law, 2, small_work(vocab_size=97), "cpu", checked=False)[0]
+    assert len(errors) == 6
+    gpu.report_law(errors)
+    wrong = {**errors, "float32, tp": gpu.Error(errors["float32, tp"].loss, 0.5)}  # a summand of two left out
+    with pytest.raises(SystemExit, match="float32, tp"):
+        gpu.report_law(wrong)
+
+
+def test_without_a_gpu_its_benchmark_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    gpu.main([])
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_the_gpu_part_trains_the_preset_of_half_a_billion_parameters() -> None:
+    config = gpu.model_config("llama-0.5b")
+    model = GPT(config, device="meta")
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e9, 1) == 0.5
