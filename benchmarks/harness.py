@@ -25,21 +25,31 @@ class Side(NamedTuple):
     ranks: int
 
 
-def in_turn(sides: Mapping[Name, Side], *, world: Axis, rounds: int, warm_up: int = 2) -> dict[Name, list[float]]:
-    """Seconds of each side in each round: the slowest rank's, from a common start. A B C A B C ..., after `warm_up`.
+class Times(NamedTuple):
+    """Of one side, a number for each round. seconds: the slowest rank's, from a common start. cpu_seconds: of all ranks
+    and their threads together, waiting left out; other work on the machine moves it less than the clock."""
+
+    seconds: list[float]
+    cpu_seconds: list[float]
+
+
+def in_turn(sides: Mapping[Name, Side], *, world: Axis, rounds: int, warm_up: int = 2) -> dict[Name, Times]:
+    """Runs A B C A B C ..., `warm_up` rounds and then those that count.
 
     So whatever else the machine does, it does to all sides alike, and sides are compared within a round.
     """
-    seconds = torch.zeros(len(sides), warm_up + rounds, dtype=torch.float64)
+    clock, cpu = torch.zeros(2, len(sides), warm_up + rounds, dtype=torch.float64)
     for turn in range(warm_up + rounds):
         for number, side in enumerate(sides.values()):
             dist.barrier(world.group)
-            start = time.perf_counter()
             if world.rank < side.ranks:
+                start, cpu_start = time.perf_counter(), time.process_time()
                 side.step()
-            seconds[number, turn] = time.perf_counter() - start if world.rank < side.ranks else 0
-    slowest = start_all_reduce(seconds, world, op="max").wait()[:, warm_up:]
-    return dict(zip(sides, slowest.tolist(), strict=True))
+                clock[number, turn] = time.perf_counter() - start
+                cpu[number, turn] = time.process_time() - cpu_start
+    slowest = start_all_reduce(clock, world, op="max").wait()[:, warm_up:].tolist()
+    summed = start_all_reduce(cpu, world).wait()[:, warm_up:].tolist()
+    return {name: Times(*both) for name, *both in zip(sides, slowest, summed, strict=True)}
 
 
 class Ratio(NamedTuple):

@@ -129,6 +129,14 @@ def formula_bytes(work: Work, *, tp: int, sequence_parallel: bool, split: bool =
     }
 
 
+FLOOR = "ours, local copies"
+ONE, TP, SP, SPLIT = "one process", "tp", "tp + sp", "tp + sp, split backward"
+OURS, PLAIN, PLAN, LOSS_PARALLEL = "ours", "torch, plain", "torch, logits gathered", "torch, loss parallel"
+
+
+Subjects = dict[tuple[str, str], Subject]
+
+
 class Difference(NamedTuple):
     """|loss - its loss| / its loss, and the largest over tensors of max |gradient - its| / max |its|."""
 
@@ -136,26 +144,21 @@ class Difference(NamedTuple):
     gradient: float
 
 
-def difference(subject: Subject, reference: Subject, work: Work, world: Axis) -> Difference:
-    """How far one step of either side is from one of the plain module with the same weights, over all ranks."""
-    loss, expected_loss = subject.step(), reference.step()
-    expected = peers.whole_gradients(reference.model)
-    found = peers.whole_gradients(subject.model)
-    if isinstance(subject.model, GPT):
-        expected = peers.this_rank(peers.in_our_names(expected, work.config), subject.model)
-    worst = torch.zeros(2, dtype=torch.float64)
-    worst[0] = abs(loss - expected_loss) / abs(expected_loss)
-    for name, gradient in found.items():
-        worst[1] = max(worst[1], (gradient - expected[name]).abs().max() / expected[name].abs().max())
-    return Difference(*start_all_reduce(worst, world, op="max").wait().tolist())
-
-
-FLOOR = "ours, local copies"
-ONE, TP, SP, SPLIT = "one process", "tp", "tp + sp", "tp + sp, split backward"
-OURS, PLAIN, PLAN, LOSS_PARALLEL = "ours", "torch, plain", "torch, logits gathered", "torch, loss parallel"
-
-
-Subjects = dict[tuple[str, str], Subject]
+def differences(all_subjects: Subjects, work: Work, world: Axis) -> dict[tuple[str, str], Difference]:
+    """How far one step of each side is from one of the plain module on one process, over all ranks."""
+    reference = all_subjects[ONE, PLAIN]
+    expected_loss = reference.step()
+    plain = peers.whole_gradients(reference.model)
+    worst = torch.zeros(len(all_subjects), 2, dtype=torch.float64)
+    for row, subject in zip(worst, all_subjects.values(), strict=True):
+        row[0] = abs(subject.step() - expected_loss) / abs(expected_loss)
+        expected = plain
+        if isinstance(subject.model, GPT):
+            expected = peers.this_rank(peers.in_our_names(plain, work.config), subject.model)
+        for name, gradient in peers.whole_gradients(subject.model).items():
+            row[1] = max(row[1], (gradient - expected[name]).abs().max() / expected[name].abs().max())
+    rows = start_all_reduce(worst, world, op="max").wait().tolist()
+    return {at: Difference(*row) for at, row in zip(all_subjects, rows, strict=True)}
 
 
 def subjects(work: Work, mesh: Mesh) -> Subjects:
@@ -181,12 +184,9 @@ def subjects(work: Work, mesh: Mesh) -> Subjects:
 
 
 def law(all_subjects: Subjects, work: Work, world: Axis) -> str:
-    """All sides compute the same: each against the plain module on one process."""
-    reference = all_subjects[ONE, PLAIN]
-    rows = []
-    for (layout, whose), subject in all_subjects.items():
-        found = difference(subject, reference, work, world)
-        rows.append((f"{layout}, {whose}", f"{found.loss:.1e}", f"{found.gradient:.1e}"))
+    """All sides compute the same."""
+    found = differences(all_subjects, work, world)
+    rows = [(", ".join(at), f"{of.loss:.1e}", f"{of.gradient:.1e}") for at, of in found.items()]
     return harness.table(("against the plain module on one process", "loss", "gradients"), rows)
 
 
@@ -220,20 +220,21 @@ def timed(all_subjects: Subjects, work: Work, world: Axis, pairs: int) -> str:
     sides = {at: Side(s.step, 1 if at[0] == ONE else n) for at, s in all_subjects.items() if at[0] != SPLIT}
     for layout in (TP, SP):
         sides[layout, FLOOR] = Side(_without_communication(all_subjects[layout, OURS].step, n), n)
-    seconds = harness.in_turn(sides, world=world, rounds=pairs)
+    all_times = harness.in_turn(sides, world=world, rounds=pairs)
     rows = []
-    for (layout, whose), times in seconds.items():
-        alone = seconds[ONE, OURS if whose in (OURS, FLOOR) else PLAIN]
+    for (layout, whose), times in all_times.items():
+        alone = all_times[ONE, OURS if whose in (OURS, FLOOR) else PLAIN]
         rows.append(
             (
                 f"{layout}, {whose}",
-                f"{work.tokens / statistics.median(times):.0f}",
-                f"{1000 * statistics.median(times):.0f}",
-                str(harness.ratio(alone, times)),
-                str(harness.ratio(times, seconds[layout, OURS])),
+                f"{work.tokens / statistics.median(times.seconds):.0f}",
+                f"{1000 * statistics.median(times.seconds):.0f}",
+                f"{1000 * statistics.median(times.cpu_seconds):.0f}",
+                str(harness.ratio(alone.seconds, times.seconds)),
+                str(harness.ratio(times.seconds, all_times[layout, OURS].seconds)),
             )
         )
-    return harness.table(("side", "tokens/s", "ms", "speed-up over one process", "ours / this"), rows)
+    return harness.table(("side", "tokens/s", "ms", "CPU ms", "speed-up over one process", "ours / this"), rows)
 
 
 def _without_communication(step: Callable[[], Any], n: int) -> Callable[[], None]:
@@ -258,7 +259,7 @@ def main(started: Started, work: Work, pairs: int) -> None:
     say(
         world,
         f"medians of {pairs} rounds in turn (quartiles); speed-up: over the same side's own model on one process, one "
-        "thread;\nours / this: tokens per second; floor: ours with local copies for collectives",
+        "thread;\nours / this: tokens per second; CPU ms: of all ranks together; local copies: the floor",
     )
 
 

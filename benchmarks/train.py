@@ -106,9 +106,9 @@ SIDES: dict[str, Callable[[Work], Training]] = {
 
 
 class Speed(NamedTuple):
-    """seconds: of each side in each round. differences: of weights after the same steps, relative to the largest."""
+    """times: of each side. differences: of weights after the same steps, relative to the largest."""
 
-    seconds: dict[str, list[float]]
+    times: dict[str, harness.Times]
     differences: dict[str, float]
 
 
@@ -117,13 +117,13 @@ def speed(work: Work, pairs: int) -> Speed:
     world = Mesh.build(Layout(dp=dist.get_world_size())).world
     trained = {name: make(work) for name, make in SIDES.items()}
     sides = {name: Side(training.step, world.size) for name, training in trained.items()}
-    seconds = harness.in_turn(sides, world=world, rounds=pairs)
+    times = harness.in_turn(sides, world=world, rounds=pairs)
     reference = list(trained["ours"].model.parameters())
     differences = {}
     for name, training in trained.items():
         both = zip(training.model.parameters(), reference, strict=True)
         differences[name] = max(((a - b).abs().max() / b.abs().max()).item() for a, b in both)
-    return Speed(seconds, differences)
+    return Speed(times, differences)
 
 
 class Memory(NamedTuple):
@@ -180,13 +180,19 @@ def report_speed(work: Work, pairs: int) -> str:
     for dp in (2, 4):
         found = run(speed, dp, work, pairs, checked=False, timeout=600)[0]
         rows = []
-        for name, seconds in found.seconds.items():
-            against = harness.ratio(seconds, found.seconds["ours"])
-            tokens = work.tokens / statistics.median(seconds)
-            rows.append((name, f"{tokens:.0f}", f"{1000 * statistics.median(seconds):.0f}", str(against),
-                         f"{found.differences[name]:.1e}"))  # fmt: skip
-        tables.append(harness.table((f"dp {dp}", "tokens/s", "ms", "ours / this", "weights differ by"), rows))
-    legend = f"ours / this: tokens per second, medians of {pairs} rounds in turn (quartiles); weights after all steps"
+        for name, times in found.times.items():
+            rows.append(
+                (
+                    name,
+                    f"{work.tokens / statistics.median(times.seconds):.0f}",
+                    f"{1000 * statistics.median(times.seconds):.0f}",
+                    f"{1000 * statistics.median(times.cpu_seconds):.0f}",
+                    str(harness.ratio(times.seconds, found.times["ours"].seconds)),
+                    f"{found.differences[name]:.1e}",
+                )
+            )
+        tables.append(harness.table((f"dp {dp}", "tokens/s", "ms", "CPU ms", "ours / this", "weights differ by"), rows))
+    legend = f"ours / this: tokens per second, medians of {pairs} rounds in turn (quartiles); CPU ms: of all ranks"
     return "\n\n".join(tables) + "\n" + legend
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.ranks import run
 
 # Float32 sums in another order: some 1e-7 of a tensor's largest entry, and a wrong term is far above.
 ROUNDING = 1e-5
+SLEEP_SECONDS = 0.2
 
 
 def small_work(**changes: object) -> Work:
@@ -38,19 +40,24 @@ def test_a_ratio_is_the_median_of_paired_ratios_and_not_the_ratio_of_medians() -
 
 
 def test_sides_run_in_turn_and_a_round_takes_what_its_slowest_rank_took() -> None:
-    for seconds, order in run(_in_turn, 2, checked=False):
+    """Rank 1 sleeps, for long enough to be told from rank 0, and burns nothing."""
+    for times, order in run(_in_turn, 2, checked=False):
         assert order == ["a", "b"] * 3  # one round to warm up, two that count
-        assert seconds["a"] == seconds["slowest of a"]
-        assert len(seconds["a"]) == len(seconds["b"]) == 2
+        assert all(len(side.seconds) == len(side.cpu_seconds) == 2 for side in times.values())
+        assert all(seconds >= SLEEP_SECONDS for seconds in times["a"].seconds)
+        assert all(seconds < SLEEP_SECONDS for seconds in times["a"].cpu_seconds)
 
 
-def _in_turn() -> tuple[dict[str, list[float]], list[str]]:
+def _in_turn() -> tuple[dict[str, harness.Times], list[str]]:
     world = Mesh.build(Layout(dp=2)).world
     order: list[str] = []
-    sides = {"a": Side(lambda: order.append("a"), 2), "b": Side(lambda: order.append("b"), 2)}
-    seconds = harness.in_turn(sides, world=world, rounds=2, warm_up=1)
-    everyone = start_all_gather(torch.tensor(seconds["a"], dtype=torch.float64)[None], world).wait()
-    return {**seconds, "slowest of a": everyone.amax(0).tolist()}, order
+
+    def a() -> None:
+        order.append("a")
+        time.sleep(world.rank * SLEEP_SECONDS)
+
+    sides = {"a": Side(a, 2), "b": Side(lambda: order.append("b"), 2)}
+    return harness.in_turn(sides, world=world, rounds=2, warm_up=1), order
 
 
 def test_a_side_of_one_rank_does_not_run_on_the_others() -> None:
@@ -76,6 +83,7 @@ def test_all_sides_of_linear_compute_the_plain_model_on_one_process() -> None:
     """Ours and torch's plans. What torch's plan for sequence parallelism sends is seen below DTensor as well: four
     all-gathers and four reduce-scatters a layer, and one of each around each end of the model."""
     for differences, kinds in run(_sides_of_linear, 2, small_work(), checked=False):
+        assert len(differences) == 8
         assert all(max(difference) < ROUNDING for difference in differences.values()), differences
         assert kinds == [4 * 2 + 2] * 2
 
@@ -83,8 +91,7 @@ def test_all_sides_of_linear_compute_the_plain_model_on_one_process() -> None:
 def _sides_of_linear(work: Work) -> tuple[dict[tuple[str, str], linear.Difference], list[int]]:
     mesh = Mesh.build(Layout(tp=2))
     subjects = linear.subjects(work, mesh)
-    reference = subjects[linear.ONE, linear.PLAIN]
-    differences = {at: linear.difference(subject, reference, work, mesh.world) for at, subject in subjects.items()}
+    differences = linear.differences(subjects, work, mesh.world)
     with harness.bytes_sent() as counted:
         subjects[linear.SP, linear.LOSS_PARALLEL].step()
     return differences, [counted.calls(kind) for kind in ("all_gather", "reduce_scatter")]
