@@ -71,7 +71,7 @@ def _yarn(frequencies: np.ndarray, theta: float, scaling: RopeScaling) -> np.nda
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (np.arange(len(frequencies)) - low) / (high - low if high > low else 0.001)
+    ramp = (np.arange(len(frequencies)) - low) / (high - low or 0.001)
     return _blend(frequencies, 1 - ramp.clip(0, 1), scaling.factor)
 
 
