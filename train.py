@@ -27,8 +27,8 @@ def main(config: Config, world: launch.World) -> None:
 
     layout, device = config.layout.fit(world.size), world.device
     mesh = Mesh.build(layout)
-    batches = open_batches(config, dp=mesh.dp, device=device, cache_dir=world.cache_dir)
     model = build_model(config, mesh=mesh)
+    batches = open_batches(config, dp=mesh.dp, device=device, cache_dir=world.cache_dir)
     zero = build_zero(config, model, mesh=mesh, device=device)
 
     with Log(config, rank=world.rank, layout=layout, where=world.describe()) as log:

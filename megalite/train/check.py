@@ -14,7 +14,7 @@ from megalite.models.config import MLPConfig, divisors
 from megalite.train.config import Config, PipelineConfig
 
 POSITIVE = (
-    *("seq_len", "global_batch_size", "micro_batch_size", "steps", "stop_after", "recompute_every", "threads"),
+    *("seq_len", "global_batch_size", "micro_batch_size", "steps", "stop_after", "threads"),
     *("layout.dp", "timeout_seconds", "optim.max_norm", "optim.eps", "loss.chunk_tokens", "eval.sequences"),
 )
 NOT_NEGATIVE = (
@@ -71,17 +71,8 @@ def _check_ranges(config: Config) -> None:
         raise ValueError(f"optim.betas={optim.betas} must be two numbers, each in [0, 1)")
     if config.stop_after is not None and config.stop_after > config.steps:
         raise ValueError(f"stop_after={config.stop_after} is beyond steps={config.steps}; take at most {config.steps}")
-    _check_recompute(config)
     if isinstance(config.model, MLPConfig):
         _refuse_without_tokens(config)
-
-
-def _check_recompute(config: Config) -> None:
-    if (config.recompute == "selective") != bool(config.recompute_ops):
-        raise ValueError(
-            f"recompute={config.recompute} and recompute_ops={config.recompute_ops} do not go together; "
-            "name the ops with recompute=selective, and only with it"
-        )
 
 
 def _refuse_without_tokens(config: Config) -> None:

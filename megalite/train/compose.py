@@ -24,11 +24,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from megalite.models.config import GPTConfig, MLPConfig
 from megalite.train.config import schema
-from megalite.train.strict import flatten, nearest, unknown_key
-
-
-class ConfigError(ValueError):
-    """What the command line asks for cannot be; one line that names the key, the value and the way out."""
+from megalite.train.strict import ConfigError, flatten, nearest, unknown_key
 
 
 def compose(job: Callable[[dict[str, Any]], None], *, folder: Path, name: str, rank: int) -> None:

@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megalite.train.check import check
-from megalite.train.compose import ConfigError, compose
+from megalite.train.compose import compose
 from megalite.train.config import Config, load
+from megalite.train.strict import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import Store

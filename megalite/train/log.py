@@ -3,8 +3,8 @@
 Only rank 0 speaks and writes. A row of metrics.jsonl is one step, in full precision: `step` from 1, then names in slash
 groups (train/loss, train/grad_norm, train/lr, perf/tokens_per_sec; val/loss in the steps that evaluate).
 
-A run never mixes its rows with another's: a metrics.jsonl that is already there is renamed to metrics.1.jsonl (the next
-free number), and a run that is still writing it goes on writing there.
+A run never mixes its rows with another's: files that are already there are renamed, metrics.jsonl to metrics.1.jsonl
+and config.yaml to config.1.yaml (the next free number); a run that still writes to one goes on writing there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Log:
             folder = Path(self.config.out_dir)
             folder.mkdir(parents=True, exist_ok=True)
             self.file = open_fresh(folder / "metrics.jsonl")
-            OmegaConf.save(OmegaConf.create(asdict(self.config)), folder / "config.yaml")
+            with open_fresh(folder / "config.yaml") as file:
+                file.write(OmegaConf.to_yaml(OmegaConf.create(asdict(self.config))))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -15,6 +15,7 @@ from megalite.models.gpt import GPT, Block, LossOptions
 from megalite.models.mlp import MLP
 from megalite.train.config import Config
 from megalite.train.optim import optimizer
+from megalite.train.strict import ConfigError
 from megalite.zero import Zero
 
 UNITS = (Block, ColumnParallelLinear, RowParallelLinear)
@@ -22,7 +23,17 @@ UNITS = (Block, ColumnParallelLinear, RowParallelLinear)
 
 
 def build_model(config: Config, *, mesh: Mesh) -> nn.Module:
-    """This rank's part of the model; `model(None, microbatch)` gives the sum of the loss."""
+    """This rank's part of the model; `model(None, microbatch)` gives the sum of the loss.
+
+    Raises ConfigError for what only the layers know to be impossible, alike on all ranks.
+    """
+    try:
+        return _build_model(config, mesh)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _build_model(config: Config, mesh: Mesh) -> nn.Module:
     dtype = getattr(torch, config.dtype)
     if isinstance(config.model, MLPConfig):
         return MLP(config.model, mesh=mesh, device="meta", dtype=dtype)

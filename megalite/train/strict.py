@@ -19,6 +19,10 @@ from megalite.models.config import check_choices
 MEANING = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a string"}
 
 
+class ConfigError(ValueError):
+    """What the command line asks for cannot be; one line that names the key, the value and the way out."""
+
+
 def build(kind: Any, value: Any, key: str = "") -> Any:
     """`value` as `kind`: a dataclass, list[...], bool, int, float, str, or a union with null.
 

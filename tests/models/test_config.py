@@ -8,6 +8,9 @@ from dataclasses import replace
 import pytest
 
 from megalite.models.config import GPTConfig, MLPConfig, RopeScaling
+from megalite.models.gpt import GPT
+from megalite.models.mlp import MLP
+from megalite.spec import param_specs
 
 # Narayanan et al. (arXiv:2104.04473): P = 12 l h^2 (1 + 13 / 12h + (V + s) / 12 l h) for GPT-3's kind of model
 GPT_3 = GPTConfig(
@@ -34,6 +37,22 @@ def test_the_count_of_a_gpt_3_is_the_papers_formula_and_the_last_norm(layers, hi
     )
     by_formula = 12 * layers * hidden**2 + 13 * layers * hidden + (51200 + 2048) * hidden
     assert config.parameter_count() == by_formula + 2 * hidden
+
+
+VARIANTS = [
+    GPTConfig(),
+    GPT_3,
+    GPTConfig(num_key_value_heads=2, head_dim=48, attention_bias=True, attention_out_bias=False, qk_norm="head"),
+    GPTConfig(norm_placement="post", qk_norm="full", mlp_bias=True, tie_word_embeddings=True, vocab_size=101),
+    GPTConfig(norm_type="layernorm_nonparametric", attention_bias=True, is_gated_act=False),
+    GPTConfig(norm_type="layernorm", num_key_value_heads=1, qk_norm="full"),
+]
+
+
+@pytest.mark.parametrize("config", [*VARIANTS, MLPConfig()], ids=range(len(VARIANTS) + 1))
+def test_the_count_is_what_the_model_that_is_built_has(config):
+    model = GPT(config, device="meta") if isinstance(config, GPTConfig) else MLP(config, device="meta")
+    assert config.parameter_count() == sum(spec.numel for spec in param_specs(model).values())
 
 
 def test_every_default_makes_a_legal_model_that_tp_1_2_and_4_can_cut():

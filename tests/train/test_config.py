@@ -120,7 +120,6 @@ def test_keys_and_types_are_exact(override, says):
         ("optim.betas=[0.9]", 1, "optim.betas=[0.9] must be two numbers"),
         ("optim.warmup_steps=-1", 1, "optim.warmup_steps=-1 must be at least 0"),
         ("loss.label_smoothing=1", 1, "loss.label_smoothing=1.0 must be below 1"),
-        ("recompute=selective", 1, "recompute=selective and recompute_ops=[] do not go together"),
         ("layout.tp=3 model=mlp", 3, "model.hidden_size=1024 cannot be cut over layout.tp=3"),
         ("loss.z_loss=0.1 model=mlp", 1, "loss.z_loss=0.1 does nothing with model=mlp"),
         ("recompute=full model=mlp", 1, "recompute=full does nothing with model=mlp"),

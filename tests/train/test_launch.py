@@ -85,6 +85,7 @@ def exit_code(monkeypatch, tmp_path, main, *overrides: str) -> int:
     monkeypatch.chdir(tmp_path)
     for name in (*TORCHRUN, "HYDRA_FULL_ERROR"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     threads = torch.get_num_threads()
     with pytest.raises(SystemExit) as stop:
         launch.run(main, configs=str(CONFIGS))

@@ -60,6 +60,7 @@ def test_a_second_run_keeps_the_first_ones_rows_apart_even_while_both_write(tmp_
     assert [row["step"] for row in rows(tmp_path / "metrics.1.jsonl")] == [1, 2]
     assert [row["step"] for row in rows(tmp_path / "metrics.2.jsonl")] == [7]
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [9]
+    assert (tmp_path / "config.1.yaml").exists() and (tmp_path / "config.2.yaml").exists()
 
 
 def test_a_file_that_is_there_is_never_overwritten(tmp_path):
