@@ -83,6 +83,11 @@ def _yarn_attention_factor(scaling: RopeScaling) -> float:
 
     if scaling.attention_factor is not None:
         return scaling.attention_factor
+    if (scaling.mscale is None) != (scaling.mscale_all_dim is None):
+        raise ValueError(
+            f"model.rope_scaling.mscale={scaling.mscale} and mscale_all_dim={scaling.mscale_all_dim} work together only; "
+            "give both or neither"
+        )
     if scaling.mscale and scaling.mscale_all_dim:
         return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
     return magnitude(1.0)

@@ -161,3 +161,5 @@ def test_what_cannot_be_is_refused() -> None:
         rotary_frequencies(16, THETA, scaling=RopeScaling(rope_type="dynamic"))
     with pytest.raises(ValueError, match="rope_type=yarn needs original_max_position_embeddings"):
         rotary_frequencies(16, THETA, scaling=RopeScaling(rope_type="yarn", factor=2.0))
+    with pytest.raises(ValueError, match=r"mscale=0.7 and mscale_all_dim=None"):
+        rotary_frequencies(16, THETA, scaling=RopeScaling(rope_type="yarn", mscale=0.7, **LONG))
