@@ -85,8 +85,8 @@ def _yarn_attention_factor(scaling: RopeScaling) -> float:
         return scaling.attention_factor
     if (scaling.mscale is None) != (scaling.mscale_all_dim is None):
         raise ValueError(
-            f"model.rope_scaling.mscale={scaling.mscale} and mscale_all_dim={scaling.mscale_all_dim} work together only; "
-            "give both or neither"
+            f"model.rope_scaling.mscale={scaling.mscale} and mscale_all_dim={scaling.mscale_all_dim} go together; "
+            "give both"
         )
     if scaling.mscale and scaling.mscale_all_dim:
         return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
