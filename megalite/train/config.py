@@ -143,7 +143,7 @@ class Config:
     seq_len: int = 128
     global_batch_size: int = 16
     micro_batch_size: int | None = None
-    steps: int = 600
+    steps: int = 400
     stop_after: int | None = None
     seed: int = 0
     precision: str = one_of("fp32", "bf16", "fp16", "fp64")

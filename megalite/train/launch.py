@@ -169,30 +169,16 @@ class Launcher:
         """Threads, device and backend as configured. Raises ConfigError for what this machine does not have."""
         import torch
 
+        from megalite.data import default_cache_dir
+
         place = self.place
         threads = config.threads or place.omp_threads or max(1, _cores() // place.local_size)
         torch.set_num_threads(threads)
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if not gpus and "cuda" in (config.device, {"nccl": "cuda"}.get(config.backend)):
-            raise ConfigError(
-                f"device={config.device} and backend={config.backend} need a GPU, and rank {place.rank} has none"
-            )
-        on_gpu = gpus > 0 and config.device != "cpu"
-        backend = config.backend
-        if backend == "auto":
-            backend = "nccl" if on_gpu and place.local_size <= gpus else "gloo"
-        if backend == "nccl" and not (on_gpu and place.local_size <= gpus):
-            raise ConfigError(
-                f"backend=nccl needs a GPU for each of the {place.local_size} local ranks, and device={config.device} "
-                f"gives {gpus if on_gpu else 0}; take backend=gloo"
-            )
-        device = f"cuda:{place.local_rank % gpus}" if on_gpu else "cpu"
-        if on_gpu:
+        device, backend = choose_device(config, place, gpus=gpus)
+        if device != "cpu":
             torch.cuda.set_device(device)
-        from megalite.data import default_cache_dir
-
-        cache_dir = default_cache_dir(os.environ, Path.home())
-        return World(place.rank, place.size, device, backend, threads, cache_dir)
+        return World(place.rank, place.size, device, backend, threads, default_cache_dir(os.environ, Path.home()))
 
     @contextmanager
     def process_group(self, world: World, timeout_seconds: float) -> Iterator[None]:
@@ -227,6 +213,24 @@ class Launcher:
         host, port = self.place.master
         serve = self.place.rank == 0 and not self.place.agent_store
         return dist.TCPStore(host, port, is_master=serve, wait_for_workers=False)
+
+
+def choose_device(config: Config, place: Place, *, gpus: int) -> tuple[str, str]:
+    """(device, backend) of a rank on a machine with so many GPUs: NCCL where each local rank has one to itself.
+
+    Several ranks may share a GPU over Gloo. Raises ConfigError for what is asked for and not there.
+    """
+    if config.device == "cuda" and not gpus:
+        raise ConfigError(f"device=cuda needs a GPU, and rank {place.rank} sees none; take device=cpu")
+    on_gpu = config.device != "cpu" and gpus > 0
+    own = on_gpu and place.local_size <= gpus
+    if config.backend == "nccl" and not own:
+        raise ConfigError(
+            f"backend=nccl needs a GPU for each of the {place.local_size} local ranks, and device={config.device} "
+            f"gives them {gpus if on_gpu else 0}; take backend=gloo"
+        )
+    device = f"cuda:{place.local_rank % gpus}" if on_gpu else "cpu"
+    return device, ("nccl" if own else "gloo") if config.backend == "auto" else config.backend
 
 
 def _cores() -> int:

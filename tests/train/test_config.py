@@ -115,7 +115,7 @@ def test_keys_and_types_are_exact(override, says):
         ),
         ("micro_batch_size=0", 1, "micro_batch_size=0 must be above 0"),
         ("steps=0", 1, "steps=0 must be above 0"),
-        ("stop_after=601", 1, "stop_after=601 is beyond steps=600; take at most 600"),
+        ("stop_after=6 steps=5", 1, "stop_after=6 is beyond steps=5; take at most 5"),
         ("optim.min_lr=1", 1, "optim.min_lr=1.0 is above optim.lr=0.003"),
         ("optim.betas=[0.9]", 1, "optim.betas=[0.9] must be two numbers"),
         ("optim.warmup_steps=-1", 1, "optim.warmup_steps=-1 must be at least 0"),

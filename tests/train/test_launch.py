@@ -13,6 +13,8 @@ import torch
 
 from megalite.data import DataError
 from megalite.train import launch
+from megalite.train.config import Config
+from megalite.train.strict import ConfigError
 from tests.train.composing import CONFIGS, ROOT
 
 TORCHRUN = {
@@ -189,11 +191,27 @@ def test_threads_are_what_was_asked_for(monkeypatch, tmp_path, overrides, thread
     assert seen == [(threads, threads)]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize("override", ["device=cuda", "backend=nccl"])
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch, tmp_path, capfd, override):
-    assert exit_code(monkeypatch, tmp_path, lambda config, world: None, override) == 2
-    assert "need a GPU, and rank 0 has none" in capfd.readouterr().err
+@pytest.mark.parametrize(
+    ("gpus", "asked", "local", "found"),
+    [
+        (0, ("auto", "auto"), (3, 4), ("cpu", "gloo")),
+        (4, ("auto", "auto"), (3, 4), ("cuda:3", "nccl")),
+        (2, ("auto", "auto"), (3, 4), ("cuda:1", "gloo")),
+        (4, ("cuda", "gloo"), (3, 4), ("cuda:3", "gloo")),
+        (4, ("cpu", "auto"), (3, 4), ("cpu", "gloo")),
+        (0, ("cuda", "auto"), (0, 1), "device=cuda needs a GPU, and rank 0 sees none"),
+        (2, ("auto", "nccl"), (3, 4), "a GPU for each of the 4 local ranks, and device=auto gives them 2"),
+        (4, ("cpu", "nccl"), (3, 4), "a GPU for each of the 4 local ranks, and device=cpu gives them 0"),
+    ],
+)
+def test_nccl_is_chosen_where_each_rank_has_a_gpu_of_its_own_and_refused_elsewhere(gpus, asked, local, found):
+    config = Config(device=asked[0], backend=asked[1])
+    place = launch.Place(local_rank=local[0], local_size=local[1])
+    if isinstance(found, tuple):
+        assert launch.choose_device(config, place, gpus=gpus) == found
+    else:
+        with pytest.raises(ConfigError, match=found):
+            launch.choose_device(config, place, gpus=gpus)
 
 
 def test_help_and_a_refusal_import_no_torch():
