@@ -134,7 +134,7 @@ class GPT(nn.Module):
     """Embedding, Blocks, a last norm and the head, cut over mesh.tp; on one rank (mesh None) the plain model.
 
     `model(None, microbatch)` gives the sum of the loss over this rank's valid tokens, a scalar, equal on all ranks of
-    tp; divide it by the valid tokens of the whole global batch. `logits` gives this rank's columns of the logits.
+    tp, in evaluation without z-loss and smoothing; divide it by the valid tokens of the whole global batch. `logits` gives this rank's columns of the logits.
     sequence_parallel: activations between the parallel linears are cut along the sequence over tp.
     seed: of dropout. device, dtype: of the parameters; on "meta" `init_parameters` or `Zero(seed=...)` makes them.
     Raises ValueError, naming the config key, for a config that cannot be or that tp cannot cut.
@@ -166,16 +166,18 @@ class GPT(nn.Module):
             "dtype": dtype,
         }
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, init=init, **shared)
-        self.positions = None
+        self.positions = self.rotary = None
         if config.position_embedding_type == "absolute":
             self.positions = LearnedPositions(config.max_position_embeddings, config.hidden_size, init=init, **shared)
-        self.rotary = Rotary(config.dim_per_head, config.rope_theta, scaling=config.rope_scaling)
+        else:
+            self.rotary = Rotary(config.dim_per_head, config.rope_theta, scaling=config.rope_scaling)
         self.blocks = nn.ModuleList(Block(config, layer, setting) for layer in range(config.num_hidden_layers))
         self.norm = _norm(config, setting)
         self.head = Head(config, setting, tied_to=self.embedding if config.tie_word_embeddings else None)
 
     def forward(self, activation: Tensor | None, microbatch: Microbatch) -> Tensor:
         options = self.loss_options
+        regularised = self.training  # evaluation reports the plain loss
         return linear_cross_entropy(
             self.hidden(activation, microbatch),
             self.head.weight,
@@ -184,8 +186,8 @@ class GPT(nn.Module):
             sequence_parallel=self.setting.sequence_parallel,
             vocab_size=self.config.vocab_size,
             chunk_tokens=options.chunk_tokens,
-            label_smoothing=options.label_smoothing,
-            z_loss=options.z_loss,
+            label_smoothing=options.label_smoothing if regularised else 0.0,
+            z_loss=options.z_loss if regularised else 0.0,
         )
 
     def logits(self, microbatch: Microbatch) -> Tensor:
@@ -208,10 +210,9 @@ class GPT(nn.Module):
         return dropout(x, pdrop, key=inputs.local_key, layer=0, site="embedding")
 
     def _block_inputs(self, microbatch: Microbatch) -> BlockInputs:
-        setting, rotary = self.setting, None
+        setting = self.setting
         key = DropoutKey(setting.seed, microbatch.step, microbatch.sample_ids, microbatch.positions)
-        if self.config.position_embedding_type == "rope":
-            rotary = self.rotary(microbatch.positions, self.embedding.weight.dtype)
+        rotary = None if self.rotary is None else self.rotary(microbatch.positions, self.embedding.weight.dtype)
         return BlockInputs(rotary, key, key.part(setting.tp) if setting.sequence_parallel else key)
 
 
