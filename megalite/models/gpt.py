@@ -134,7 +134,8 @@ class GPT(nn.Module):
     """Embedding, Blocks, a last norm and the head, cut over mesh.tp; on one rank (mesh None) the plain model.
 
     `model(None, microbatch)` gives the sum of the loss over this rank's valid tokens, a scalar, equal on all ranks of
-    tp, in evaluation without z-loss and smoothing; divide it by the valid tokens of the whole global batch. `logits` gives this rank's columns of the logits.
+    tp; divide it by the valid tokens of the whole global batch. In evaluation z-loss and label smoothing are left out.
+    `logits` gives this rank's columns of the logits.
     sequence_parallel: activations between the parallel linears are cut along the sequence over tp.
     seed: of dropout. device, dtype: of the parameters; on "meta" `init_parameters` or `Zero(seed=...)` makes them.
     Raises ValueError, naming the config key, for a config that cannot be or that tp cannot cut.
