@@ -117,6 +117,49 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_the_next_one_is_verifi
     assert run(a_gradient_that_is_not_finite, 2) == [(1, ["nan"])] * 2
 
 
+def blamed(dtype: torch.dtype, gradients: tuple[float, float], others: float) -> bool:
+    mesh = Mesh.build(Layout(tp=2))
+    model = Weights(dtype, scale=ParamSpec((4,), ones), rest=ParamSpec((4,), ones), none=ParamSpec((4,), ones))
+    zero = Zero(model, mesh, optimizer=adamw, seed=0)
+    zero.begin(microbatches=1)
+    model(scale=gradients[mesh.tp.rank], rest=others).backward()
+    try:
+        zero.step()
+    except RuntimeError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "fault"),
+    [(torch.float64, 1e-9, 1e-6), (torch.float32, 1e-4, 1e-2), (torch.bfloat16, 2**-7, 2**-3)],
+)
+def test_what_differs_by_rounding_is_not_blamed_and_what_differs_by_more_is(dtype, rounding, fault):
+    assert run(blamed, 2, dtype, (1.0, 1.0 + rounding), 1.0) == [False, False]
+    assert run(blamed, 2, dtype, (1.0, 1.0 + fault), 1.0) == [True, True]
+
+
+def test_a_gradient_that_is_nothing_but_rounding_beside_the_others_is_not_blamed():
+    """As that of a bias in front of a softmax: zero in exact arithmetic, any small number in floating point."""
+    assert run(blamed, 2, torch.float32, (1e-8, -1e-8), 1.0) == [False, False]
+
+
+def unused_summands() -> int:
+    mesh = Mesh.build(Layout(tp=2))
+    model = Weights(used=ParamSpec((4,), ones), unused=ParamSpec((4,), ones, partial=(mesh.tp,)))
+    zero = Zero(model, mesh, optimizer=adamw, seed=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zero.begin(microbatches=1)
+        model(used=1.0).backward()
+        zero.step()
+    return len(caught)
+
+
+def test_summands_that_are_all_zero_are_not_suspected():
+    assert run(unused_summands, 2) == [0, 0]
+
+
 def blame_in_one_stage() -> str:
     mesh = Mesh.build(Layout(tp=2, pp=2))
     model = Weights(scale=ParamSpec((4,), ones))
