@@ -19,6 +19,7 @@ from megalite.spec import (
     Init,
     ParallelModule,
     ParamSpec,
+    PartOf,
     draw_,
     init_parameters,
     normal,
@@ -262,3 +263,15 @@ class _Declares(ParallelModule):
     def __init__(self, spec: ParamSpec) -> None:
         super().__init__()
         self.declare("weight", spec)
+
+
+def test_a_region_of_a_logical_tensor_is_drawn_as_that_tensor_is():
+    """Name, shape and box are the whole's, so first values are too, and two regions make it up."""
+    whole = _drawn(ParamSpec((4, 5, 70), normal(1.0)), name="block.weight")
+    for start, count in ((0, 3), (3, 2)):
+        part_of = PartOf("weight", (4, 5, 70), (0, start, 0))
+        for axis in axes("tp", 2):
+            spec = ParamSpec((4, count, 70), normal(1.0), cut={axis: 0}, part_of=part_of)
+            name, shape, box = spec.logical("block.region")
+            assert (name, shape, spec.numel) == ("block.weight", (4, 5, 70), 4 * count * 70)
+            assert torch.equal(_drawn(spec, name="block.region"), whole[box])
