@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
+import megalite.train.batches
+from megalite.mesh import Axis, Mesh
 from megalite.models.config import GPTConfig, MLPConfig
+from megalite.models.microbatch import IGNORED, Microbatch, VectorMicrobatch
+from megalite.spec import init_parameters
 from megalite.train.check import check
 from megalite.train.config import Config, DataConfig, EvalConfig, LayoutConfig, LossConfig, OptimConfig
 from megalite.train.launch import World
+from megalite.train.model import build_model
 from tests.ranks import run
 from tests.train.composing import ROOT
 from tests.train.test_launch import exit_code
@@ -84,6 +93,105 @@ def test_stop_after_ends_a_run_and_changes_none_of_its_steps(text, tmp_path):
     whole = trained(run_of("gpt", text, tmp_path / "whole"))
     part = trained(run_of("gpt", text, tmp_path / "part", stop_after=2))
     assert part == whole[:2]
+
+
+class Changed:
+    """Batches whose micro-batches are changed, as a function of the samples' numbers alone: in all layouts alike."""
+
+    def __init__(self, batches: Any, change: Callable[[Any], Any]) -> None:
+        self.batches, self.change = batches, change
+
+    def training(self, step: int) -> list[Any]:
+        return [self.change(microbatch) for microbatch in self.batches.training(step)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.batches, name)
+
+
+def change_batches(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
+    """From here on train.py trains on changed micro-batches."""
+    opened = megalite.train.batches.open_batches
+    monkeypatch.setattr(megalite.train.batches, "open_batches", lambda *a, **k: Changed(opened(*a, **k), change))
+
+
+def keeping(valid: tuple[int, ...]) -> Callable[[Microbatch], Microbatch]:
+    """Of sample i the first valid[i mod len(valid)] labels count, and no others."""
+
+    def change(microbatch: Microbatch) -> Microbatch:
+        labels = microbatch.labels.clone()
+        for row, sample in zip(labels, microbatch.sample_ids.tolist(), strict=True):
+            row[valid[sample % len(valid)] :] = IGNORED
+        return replace(microbatch, labels=labels)
+
+    return change
+
+
+def by_torch(config: Config) -> float:
+    """The loss of the first step: torch's cross entropy over all tokens that count, on one process, all at once."""
+    config = check(config, 1)
+    model = build_model(config, mesh=Mesh.build())
+    init_parameters(model, config.seed)
+    batches = megalite.train.batches.open_batches(config, dp=Axis("dp"), device="cpu", cache_dir=Path(config.out_dir))
+    (batch,) = batches.training(1)
+    with torch.no_grad():
+        total = F.cross_entropy(model.logits(batch).flatten(0, 1), batch.labels.flatten(), reduction="sum")
+    return total.item() / max(batch.valid(), 1)
+
+
+@pytest.mark.parametrize(
+    ("valid", "ranks", "layout", "micro_batch_size"),
+    [
+        pytest.param((10, 100), 1, LayoutConfig(), 1, id="two micro-batches"),
+        pytest.param((1, 9), 2, LayoutConfig(), None, id="two ranks"),
+        pytest.param((1, 9, 100, 10), 2, LayoutConfig(), 1, id="two micro-batches of two ranks"),
+        pytest.param((1, 100), 4, LayoutConfig(tp=2), None, id="dp2 tp2"),
+        pytest.param((7, 0), 1, LayoutConfig(), 1, id="a micro-batch without any"),
+        pytest.param((7, 0), 2, LayoutConfig(), None, id="a rank without any"),
+        pytest.param((0, 0), 2, LayoutConfig(), None, id="none anywhere"),
+        pytest.param((0, 0, 0, 5), 4, LayoutConfig(tp=2), 1, id="dp2 tp2, one micro-batch of one data rank"),
+    ],
+)
+def test_every_token_that_counts_weighs_the_same_however_they_are_spread(
+    monkeypatch, text, tmp_path, valid, ranks, layout, micro_batch_size
+):
+    """Over sequences, micro-batches and ranks, some of which may have none; a step without any has loss and norm 0."""
+    change_batches(monkeypatch, keeping(valid))
+    common = {"model": replace(GPT, resid_pdrop=0.0), "seq_len": 100, "global_batch_size": len(valid)}
+    common |= {"loss": LossConfig(), "eval": EvalConfig()}
+    alone = replace(run_of("gpt", text, tmp_path / "alone"), **common)
+    cut = replace(alone, out_dir=str(tmp_path / "cut"), layout=layout, micro_batch_size=micro_batch_size)
+    expected = trained(alone)
+    for row, other in zip(run(trained, ranks, cut)[0], expected, strict=True):
+        assert row == pytest.approx(other, rel=1e-10)  # float64 over four steps
+    assert expected[0]["train/loss"] == pytest.approx(by_torch(alone), rel=1e-10)
+    if not any(valid):
+        assert all(row["train/loss"] == row["train/grad_norm"] == 0 for row in expected)
+
+
+def poisoned(sample: int) -> Callable[[VectorMicrobatch], VectorMicrobatch]:
+    def change(microbatch: VectorMicrobatch) -> VectorMicrobatch:
+        inputs = microbatch.inputs.clone()
+        inputs[microbatch.sample_ids == sample] = math.nan
+        return replace(microbatch, inputs=inputs)
+
+    return change
+
+
+@pytest.mark.parametrize("bad_step", [1, 3])
+@pytest.mark.parametrize("layout", [LayoutConfig(), LayoutConfig(tp=2)], ids=["dp", "tp"])
+def test_a_loss_that_is_not_a_number_on_one_rank_is_seen_and_its_step_left_out_by_all(
+    monkeypatch, tmp_path, capfd, bad_step, layout
+):
+    """The last sample of a step, which rank 0 has not read where data is cut. Later steps are those of one process."""
+    change_batches(monkeypatch, poisoned(8 * bad_step - 1))
+    alone = trained(run_of("mlp", "", tmp_path / "alone"))
+    assert "1 steps changed nothing" in capfd.readouterr().out
+    rows = run(trained, 2, run_of("mlp", "", tmp_path / "cut", layout=layout))[0]
+    assert "1 steps changed nothing" in capfd.readouterr().out
+    for row, other in zip(rows, alone, strict=True):
+        assert row == pytest.approx(other, rel=1e-10, nan_ok=True)
+        bad = row["step"] == bad_step
+        assert math.isnan(row["train/loss"]) == math.isnan(row["train/grad_norm"]) == bad
 
 
 @pytest.mark.parametrize(
