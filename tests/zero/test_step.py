@@ -30,15 +30,17 @@ def bits(model: nn.Module, zero: Zero) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in (*model.parameters(), *(u.masters for u in zero.units), *state)]
 
 
-def poisoned(bad: float, dtype: torch.dtype) -> tuple[float, float, int, bool, bool]:
-    mesh = Mesh.build(Layout(dp=2))
-    model = Weights(dtype, matrix=matrix(3, 4), scale=ParamSpec((4,), ones, decay=False))
+def poisoned(bad: float, dtype: torch.dtype, layout: Layout) -> tuple[float, float, int, bool, bool]:
+    """A step in which the last rank's gradient alone has a bad entry, between two good ones."""
+    mesh = Mesh.build(layout)
+    specs = {"matrix": matrix(3, 4, cut={mesh.tp: 1}), "scale": ParamSpec((4,), ones, decay=False)}
+    model = Weights(dtype, **specs)
     zero = Zero(model, mesh, optimizer=adamw, seed=0)
     one_step(zero, model, matrix=1.0, scale=2.0)
     before = bits(model, zero)
-    poison = torch.zeros(4, dtype=dtype)
-    poison[2] = bad if mesh.dp.rank == 1 else 0.0
-    norm = one_step(zero, model, matrix=1.0, scale=poison)
+    poison = torch.ones_like(model.matrix)
+    poison[2, 1] = bad if mesh.rank == 1 else 1.0
+    norm = one_step(zero, model, matrix=poison, scale=2.0)
     same = all(torch.equal(a, b) for a, b in zip(before, bits(model, zero), strict=True))
     next_norm = one_step(zero, model, matrix=1.0, scale=2.0)
     moved = not any(torch.equal(a, b) for a, b in zip(before[:2], bits(model, zero)[:2], strict=True))
@@ -47,10 +49,16 @@ def poisoned(bad: float, dtype: torch.dtype) -> tuple[float, float, int, bool, b
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_one_bad_entry_on_one_rank_skips_the_step_on_all_and_no_bit_changes(bad, dtype):
-    for norm, next_norm, skipped, same, moved in run(poisoned, 2, bad, dtype):
+@pytest.mark.parametrize(
+    ("layout", "squared_norm"),
+    [(Layout(dp=2), 12 * 2**2 + 4 * 4**2), (Layout(tp=2), 12 + 4 * 2**2), (Layout(pp=2), 2 * (12 + 4 * 2**2))],
+    ids=["dp", "tp", "pp"],
+)
+def test_one_bad_entry_on_one_rank_skips_the_step_on_all_and_no_bit_changes(bad, dtype, layout, squared_norm):
+    """Over tp and pp no sum of gradients carries the entry to the other rank: the norm alone must."""
+    for norm, next_norm, skipped, same, moved in run(poisoned, 2, bad, dtype, layout):
         assert not math.isfinite(norm) and skipped == 1 and same
-        assert next_norm == pytest.approx(math.sqrt(12 * 2**2 + 4 * 4**2)) and moved
+        assert next_norm == pytest.approx(math.sqrt(squared_norm)) and moved
 
 
 def test_weight_decay_shrinks_what_the_spec_says_and_nothing_else_even_where_gradients_are_zero():
