@@ -53,7 +53,7 @@ def vocab_parallel_cross_entropy(
     """
     objective = _Objective(tp, vocab_size, ignore_index, label_smoothing, z_loss)
     objective.check(logits.shape, labels)
-    return _reduced(_CrossEntropy.apply(logits, labels, objective), reduction)
+    return _reduced(_CrossEntropy.apply(logits, labels, objective, False), reduction)
 
 
 def linear_cross_entropy(
@@ -74,6 +74,8 @@ def linear_cross_entropy(
 
     x: (batch, seq, hidden), with sequence_parallel (batch, seq/tp, hidden); weight: (padded vocab/tp, hidden); labels:
     (batch, seq), the whole sequence on every rank. The rest as for `vocab_parallel_cross_entropy`.
+    Nobody else sees the logits, so in backward they become their gradient, in place; a second backward through the same
+    graph is refused by autograd.
     chunk_tokens: the logits of so many tokens at a time exist, made again in backward: (chunk_tokens, vocab/tp) is held
     in place of (batch * seq, vocab/tp), for one more product. The weight gradient is then computed in the backward
     itself, even while a `WeightGradStore` is open, which gets it finished: put off, it would hold all the logits'
@@ -83,7 +85,7 @@ def linear_cross_entropy(
     if chunk_tokens is None:
         logits = parallel_linear(x, weight, tp=tp, enter="all_gather" if sequence_parallel else "copy", leave="cut")
         objective.check(logits.shape, labels)
-        return _reduced(_CrossEntropy.apply(logits, labels, objective), reduction)
+        return _reduced(_CrossEntropy.apply(logits, labels, objective, True), reduction)
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1, or None for all tokens at once")
     seq = x.shape[SEQUENCE_DIM] * (tp.size if sequence_parallel else 1)
@@ -185,13 +187,17 @@ class _Objective:
         of_target = torch.where(here, (self.label_smoothing - 1) * weight, 0).unsqueeze(1)
         column, largest = column.unsqueeze(1), largest.unsqueeze(1)
         for block in _blocks(rows):
+            target = out[block]
             # Half-precision logits become float32 here; rounding before the target is subtracted would lose all of
             # the gradient where the softmax is close to 1.
-            gradient = (rows[block] - largest[block]).exp_().mul_(of_softmax[block])
+            gradient = target if out.dtype == largest.dtype else torch.empty_like(target, dtype=largest.dtype)
+            torch.sub(rows[block], largest[block], out=gradient).exp_().mul_(of_softmax[block])
             if self.label_smoothing:
                 gradient -= of_all[block]
             gradient[:, self.classes :] = 0
-            out[block] = gradient.scatter_add_(1, column[block], of_target[block])
+            gradient.scatter_add_(1, column[block], of_target[block])
+            if gradient is not target:
+                target.copy_(gradient)
 
 
 def _blocks(rows: Tensor) -> Iterator[slice]:
@@ -203,27 +209,27 @@ def _blocks(rows: Tensor) -> Iterator[slice]:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Per token. Keeps the logits it was given, and two numbers a token."""
+    """Per token. Keeps the logits it was given, and two numbers a token; backward may `consume` the logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, objective: _Objective) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, objective: _Objective, consume: bool) -> Tensor:
         order = sequence_first(logits)
         flat = _in_order(labels, order)
         rows = to_rows(logits, sequence_first=order)
         loss, softmax = objective.combine(objective.statistics(rows, flat), flat)
         ctx.save_for_backward(logits, labels, softmax)
-        ctx.objective = objective
+        ctx.objective, ctx.consume = objective, consume
         return _from_order(loss, labels.shape, order)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
         logits, labels, softmax = ctx.saved_tensors
         order = sequence_first(logits)
         rows = to_rows(logits, sequence_first=order)
-        out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        out = rows if ctx.consume else torch.empty_like(rows, memory_format=torch.contiguous_format)
         ctx.objective.gradient(rows, _in_order(labels, order), softmax, _in_order(upstream, order), out)
-        return from_rows(out, labels.shape, sequence_first=order), None, None
+        return from_rows(out, labels.shape, sequence_first=order), None, None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
