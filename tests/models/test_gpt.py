@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+import megalite.layers.attention
+from megalite.layers.rotary import rotate
 from megalite.models.config import GPTConfig
 from megalite.models.gpt import GPT, LossOptions
 from megalite.models.microbatch import Microbatch
+from megalite.spec import init_parameters
 
 
 def batch() -> Microbatch:
@@ -35,3 +39,27 @@ def test_logits_and_loss_are_of_one_model() -> None:
         model.logits(batch()).flatten(0, 1), batch().labels.flatten(), reduction="sum"
     )
     torch.testing.assert_close(model(None, batch()), expected, rtol=1e-12, atol=0)
+
+
+def test_a_model_made_on_meta_and_cast_to_bfloat16_turns_by_the_exact_angles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 the positions 0 to 4095 would be 769 different ones."""
+    tables: list[torch.Tensor] = []
+
+    def recorded(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        tables.extend((cos, sin))
+        return rotate(x, cos, sin)
+
+    monkeypatch.setattr(megalite.layers.attention, "rotate", recorded)
+    config = GPTConfig(vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=1, rope_theta=500000.0)
+    model = GPT(config, device="meta")
+    init_parameters(model, seed=0)
+    model = model.to(torch.bfloat16)
+    positions = torch.tensor([0, 1, 257, 769, 2047, 4093, 4094, 4095])
+    one = batch()
+    model(None, Microbatch(one.tokens, one.labels, positions, one.sample_ids, one.step))
+    pairs = torch.arange(config.dim_per_head // 2, dtype=torch.float64)
+    angles = positions.double()[:, None] * config.rope_theta ** (-2 * pairs / config.dim_per_head)
+    assert len(tables) == 4  # of queries and of keys
+    for table, expected in zip(tables, (angles.cos(), angles.sin()) * 2, strict=True):
+        assert table.dtype == torch.float32
+        torch.testing.assert_close(table.double(), expected, rtol=0, atol=1e-7)  # rounded once to float32
