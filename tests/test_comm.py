@@ -187,7 +187,7 @@ def _uneven_all_to_all() -> None:
     y = comm.all_to_all(x, axis, send, receive)
     sent = [held.split(row) for held, row in zip(rows, COUNTS, strict=True)]
     assert_equal(y.detach(), torch.cat([parts[axis.rank] for parts in sent]), "y")
-    dy = draw(sum(receive), 5, seed=10 + axis.rank)
+    dy = transposed(draw(sum(receive), 5, seed=10 + axis.rank))
     (dx,) = torch.autograd.grad(y, x, dy)
     there = _inner(y.detach(), dy, axis, once=False)
     assert_equal(there, _inner(x.detach(), dx, axis, once=False), "uneven all-to-all is its own transpose")
@@ -272,6 +272,9 @@ def _others() -> None:
     assert comm.start_all_reduce(rank.clone(), axis, op="max").wait() == 3
     assert comm.start_all_reduce(rank.clone(), axis, op="min").wait() == 1
     assert comm.start_broadcast(rank.clone(), axis, source=1).wait() == 2
+    strided = transposed(draw(3, 5, seed=axis.rank))
+    every = [draw(3, 5, seed=rank) for rank in range(axis.size)]
+    assert_equal(comm.start_all_reduce(strided, axis).wait(), sum(every), "the sum of strided tensors")
     for refused in (
         lambda: comm.split(draw(2, 4), axis, 1),
         lambda: comm.reduce_scatter(draw(2, 4), axis, -1),
