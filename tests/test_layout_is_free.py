@@ -12,7 +12,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -234,6 +234,15 @@ def assert_equal(record: Record, one: Record) -> None:
     assert_parts(record.weights, one.weights, record.places, 1e-3)
 
 
+def assert_replicas_are_alike(records: Sequence[Record]) -> None:
+    """What several ranks hold of a weight has the same bits on each: replicas never drift apart."""
+    first: dict[tuple[str, str], Tensor] = {}
+    for record in records:
+        for name, weight in record.weights.items():
+            held = first.setdefault((name, str(record.places[name])), weight)
+            assert torch.equal(weight, held), f"replicas of {name} have drifted apart"
+
+
 GPTS = [name for name, config in MODELS.items() if isinstance(config, GPTConfig)]
 FACTORS = OrderedDict(
     model=GPTS,
@@ -278,8 +287,10 @@ TABLE = [Row(**pairs._asdict()) for pairs in AllPairs(FACTORS, filter_func=possi
 @pytest.mark.parametrize("row", TABLE, ids=str)
 def test_every_layout_trains_as_one_process_does(row: Row) -> None:
     one = on_one_process(row.model, row.loss)
-    for record in run(train, row.layout.world_size, row, checked=False):
+    records = run(train, row.layout.world_size, row, checked=False)
+    for record in records:
         assert_equal(record, one)
+    assert_replicas_are_alike(records)
 
 
 def test_the_table_has_every_pair_of_values() -> None:
@@ -289,3 +300,6 @@ def test_the_table_has_every_pair_of_values() -> None:
     for one, other in ((a, b) for first, second in combinations(values, 2) for a in first for b in second):
         if {one[0], other[0]} != {"layout", "sequence_parallel"} or possible([GPTS[0], one[1], other[1]]):
             assert ((one[0], str(one[1])), (other[0], str(other[1]))) in seen, (one, other)
+    # A norm over heads leaves a summand on each rank always, one over the stream only where tokens are cut.
+    cut = {(row.model, row.sequence_parallel) for row in TABLE if row.layout.tp > 1}
+    assert cut >= set(product(GPTS, (False, True)))
