@@ -89,6 +89,14 @@ def test_what_a_person_sees(tmp_path, capsys):
     assert out.count("by the token before: 2.5000") == 2
 
 
+def test_steps_that_changed_nothing_are_told_at_the_end(tmp_path, capsys):
+    for skipped in (0, 3):
+        with log(tmp_path) as one:
+            one.step(1, METRICS)
+            one.summary(skipped=skipped)
+        assert ("3 steps changed nothing, as their gradient was not finite" in capsys.readouterr().out) == bool(skipped)
+
+
 def test_the_layout_says_who_sits_together():
     config = check(replace(Config(), layout=LayoutConfig(tp=2)), 4)
     assert describe_layout(config, config.layout.fit(4))[1:] == ["tp: ranks [0, 1] [2, 3]", "dp: ranks [0, 2] [1, 3]"]
