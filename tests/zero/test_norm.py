@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 
+from megalite.layers.linear import ColumnParallelLinear
+from megalite.layers.norm import LayerNorm, RMSNorm
 from megalite.mesh import Layout, Mesh
 from megalite.spec import ParamSpec, ones
 from megalite.zero import Zero
@@ -31,6 +33,34 @@ def head_sharded() -> float:
 
 def test_a_parameter_cut_over_tp_is_counted_once_and_wholly():
     assert run(head_sharded, 2) == [pytest.approx(math.sqrt(24), rel=1e-15)] * 2
+
+
+def layers_cut_over_tp() -> list[tuple[int, float]]:
+    """(entries of the whole, norm) of what layers cut along their outputs or heads, at a gradient of 1 everywhere."""
+    mesh = Mesh.build(Layout(tp=2))
+    layers = [
+        ColumnParallelLinear(3, 24, tp=mesh.tp, dtype=torch.float64),
+        ColumnParallelLinear(3, 24, tp=mesh.tp, out_shape=(2, 3, 4), dtype=torch.float64),
+        LayerNorm((4, 6), cut=mesh.tp, dtype=torch.float64),
+        RMSNorm((4, 6), cut=mesh.tp, dtype=torch.float64),
+    ]
+    found = []
+    for layer in layers:
+        if isinstance(layer, ColumnParallelLinear):
+            layer.weight.requires_grad_(False)  # its bias alone
+        trained = {name: p for name, p in layer.named_parameters() if p.requires_grad}
+        zero = Zero(layer, mesh, optimizer=adamw, seed=0, verify=False)
+        zero.begin(microbatches=1)
+        sum(p.sum() for p in trained.values()).backward()
+        found.append((sum(layer.specs[name].numel for name in trained), zero.step().item()))
+    return found
+
+
+def test_biases_and_scales_of_layers_that_are_cut_over_tp_are_counted_once_and_wholly():
+    for found in run(layers_cut_over_tp, 2):
+        assert [numel for numel, _ in found] == [24, 24, 48, 24]
+        for numel, norm in found:
+            assert norm == pytest.approx(math.sqrt(numel), rel=1e-15)
 
 
 def replicated_and_experts() -> float:
