@@ -1,0 +1,56 @@
+"""What the README says is so: its model of one's own trains, its overrides are legal, the files it names are there."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megalite.train.check import check
+from megalite.train.config import load
+from tests.ranks import run
+from tests.train.composing import composed
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+(PROGRAM,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+ROWS = re.findall(r"^\| `.*=.*", README, flags=re.MULTILINE)
+OVERRIDES = [quoted for row in ROWS for quoted in re.findall("`(.*?)`", row) if "=" in quoted]
+
+
+def norms(program: str) -> list[float]:
+    """The gradient norms that the README's program prints, on ranks that are started already or on one."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setattr(dist, "init_process_group", lambda backend: None)
+        exec(program, {})
+    steps, values = zip(*(line.split() for line in out.getvalue().splitlines()), strict=True)
+    assert list(map(int, steps)) == list(range(10))
+    return list(map(float, values))
+
+
+def test_the_model_of_ones_own_trains_on_four_ranks_and_with_the_change_it_names_on_one():
+    first, *others = run(norms, 4, PROGRAM)
+    assert all(other == first for other in others)
+    assert "`mesh = Mesh.build()`" in README
+    alone = norms(re.sub(r"(?m)^mesh = .*$", "mesh = Mesh.build()", PROGRAM))
+    for values in (first, alone):
+        assert values[-1] < values[0]
+
+
+@pytest.mark.parametrize("overrides", OVERRIDES)
+def test_every_override_of_the_table_is_legal(overrides):
+    chosen = [word for word in overrides.split() if word.startswith("model=")]
+    others = [word for word in overrides.split() if word not in chosen]
+    preset = chosen[0].removeprefix("model=") if chosen else "gpt-tiny"
+    check(load(composed(*others, model=preset)), 4)
+
+
+def test_the_table_has_overrides_and_every_file_that_is_named_is_there():
+    assert len(OVERRIDES) > 10
+    named = {*re.findall(r"\]\(([\w./]+)\)", README), *re.findall(r"(?:docs|benchmarks|configs)/[\w/]+\.\w+", README)}
+    assert len(named) > 5
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
