@@ -154,9 +154,9 @@ class Speed(NamedTuple):
     device_name: str
 
 
-def train(work: Work, steps: int, seconds: float) -> Speed:
-    """Runs on the one rank. Steps of `Zero` stage 0 in bfloat16, 3 to warm up and up to `steps`, or until `seconds`."""
-    device, mesh = "cuda:0", Mesh.build(Layout())
+def train(work: Work, device: str, steps: int, seconds: float) -> Speed:
+    """Runs on the one rank. Steps of `Zero` stage 0 in bfloat16: 3 to warm up, then `steps`, fewer after `seconds`."""
+    mesh = Mesh.build(Layout())
     model = GPT(work.config, mesh=mesh, device="meta", dtype=torch.bfloat16)
     zero = Zero(model, mesh, stage=0, units=(Block,), optimizer=optimizer(OptimConfig()), seed=SEED, device=device)
     microbatch = work.microbatch(device=device)
@@ -205,7 +205,9 @@ def linear(options: argparse.Namespace) -> None:
     print(report_law(errors), flush=True)
     work = Work(model_config("llama-0.5b"), options.batch, options.seq)
     budget = PART_SECONDS / 4
-    found = run(train, 1, work, options.steps, budget, backend="nccl", checked=False, timeout=PART_SECONDS / 2)[0]
+    found = run(
+        train, 1, work, "cuda:0", options.steps, budget, backend="nccl", checked=False, timeout=PART_SECONDS / 2
+    )[0]
     print("\n" + report_speed(found, work), flush=True)
 
 

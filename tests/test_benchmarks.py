@@ -230,6 +230,19 @@ def test_the_law_of_the_gpu_part_holds_on_the_cpu_and_its_bounds_catch_a_wrong_g
         gpu.report_law(wrong)
 
 
+def test_the_gpu_part_trains_in_bfloat16_and_reports_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, with what is asked of the GPU answered here: 1 TFLOP in 1 s on a device of 989.4 TFLOP/s."""
+    answers = {"synchronize": None, "get_device_name": "NVIDIA H100 80GB HBM3", "max_memory_allocated": 5 * 10**9}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    work = small_work()
+    found = run(gpu.train, 1, work, "cpu", 2, 60.0, checked=False)[0]
+    assert found.parameters == sum(parameter.numel() for parameter in GPT(work.config).parameters())
+    flops = gpu.token_flops(work.config, parameters=found.parameters, seq=work.seq) * work.tokens
+    row = gpu.report_speed(found._replace(seconds=flops / 1e12), work).splitlines()[2]
+    assert row.split()[-3:] == [f"{1 / 989.4:.3f}", "1.0", "5.0"]
+
+
 def test_without_a_gpu_its_benchmark_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
