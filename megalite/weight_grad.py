@@ -10,8 +10,8 @@ threads of its own, where a thread-local or a ContextVar would not be seen. Only
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -30,20 +30,22 @@ class WeightGradStore:
     """
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[nn.Parameter, Start]] = deque()
+        self._queue: deque[tuple[nn.Parameter, Start, list[tuple[Tensor, int]]]] = deque()
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def put(self, parameter: nn.Parameter, start: Start) -> None:
-        self._queue.append((parameter, start))
+    def put(self, parameter: nn.Parameter, start: Start, *, reads: Iterable[Tensor] = ()) -> None:
+        """Puts one product off. reads: the tensors that it will read; `run` refuses if one has been overwritten."""
+        self._queue.append((parameter, start, [(tensor, tensor._version) for tensor in reads]))
 
     @torch.no_grad()
     def run(self) -> None:
-        """Computes everything put so far, in that order; a parameter put several times arrives once, summed."""
-        remaining = {id(parameter): 0 for parameter, _ in self._queue}
-        for parameter, _ in self._queue:
-            remaining[id(parameter)] += 1
+        """Computes everything put so far, in that order; a parameter put several times arrives once, summed.
+
+        Raises RuntimeError if a tensor that a product reads was written to since: autograd cannot see that any more.
+        """
+        remaining = Counter(id(parameter) for parameter, *_ in self._queue)
         sums: dict[int, Tensor] = {}
         following = self._begin_next()
         while following is not None:
@@ -58,18 +60,29 @@ class WeightGradStore:
     def _begin_next(self) -> tuple[nn.Parameter, Callable[[], Tensor]] | None:
         if not self._queue:
             return None
-        parameter, start = self._queue.popleft()
+        parameter, start, reads = self._queue.popleft()
+        if any(tensor._version != version for tensor, version in reads):
+            raise RuntimeError(
+                f"what the weight gradient of a {tuple(parameter.shape)} parameter reads was modified in place "
+                "between backward and run()"
+            )
         return parameter, start()
 
     @contextmanager
     def open(self) -> Iterator[WeightGradStore]:
-        """Backward passes within the `with` put their weight products here. Stores do not nest."""
+        """Backward passes within the `with` put their weight products here; an exception in it empties the store.
+
+        Stores do not nest.
+        """
         global _open
         if _open is not None:
             raise RuntimeError("a WeightGradStore is open already: stores do not nest")
         _open = self
         try:
             yield self
+        except BaseException:
+            self._queue.clear()  # of a backward that has not ended: a later run() must not add it to another's
+            raise
         finally:
             _open = None
 
@@ -77,6 +90,9 @@ class WeightGradStore:
 _open: WeightGradStore | None = None
 
 
-def open_store() -> WeightGradStore | None:
-    """The store that is open now, or None. For backward functions only: forward must not depend on it."""
-    return _open
+def open_store(weight: Tensor) -> WeightGradStore | None:
+    """The store that takes this weight's product, or None. For backward functions only: forward must not depend on it.
+
+    A weight that is computed from others (a parametrisation) is never put off: its gradient has further to go.
+    """
+    return _open if weight.is_leaf else None

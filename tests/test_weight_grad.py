@@ -165,25 +165,57 @@ def test_gradients_of_a_run_carry_no_graph():
     net, store = _Net(), WeightGradStore()
     with store.open():
         _loss(net).backward()
-    for parameter, start in list(store._queue):
+    for parameter, start, _ in list(store._queue):
         product = start()()
         assert product.shape == parameter.shape
         assert not product.requires_grad
 
 
 def test_stores_do_not_nest_and_close_whatever_happens():
-    outer, inner = WeightGradStore(), WeightGradStore()
+    outer, inner, leaf = WeightGradStore(), WeightGradStore(), torch.zeros(1)
     with outer.open() as opened:
-        assert opened is outer is open_store()
+        assert opened is outer is open_store(leaf)
         with pytest.raises(RuntimeError, match="stores do not nest"), inner.open():
             pass
-        assert open_store() is outer
-    assert open_store() is None
+        assert open_store(leaf) is outer
+    assert open_store(leaf) is None
     with pytest.raises(KeyError), outer.open():
         raise KeyError
-    assert open_store() is None
+    assert open_store(leaf) is None
     with inner.open():
-        assert open_store() is inner
+        assert open_store(leaf) is inner
+
+
+def test_a_backward_that_failed_leaves_nothing_behind():
+    net, store = _Net(), WeightGradStore()
+    with pytest.raises(KeyError), store.open():
+        _loss(net).backward()
+        raise KeyError
+    assert len(store) == 0
+
+
+def test_what_a_product_reads_may_not_be_overwritten_before_it_runs():
+    """As autograd refuses it within a backward: a buffer that is received into again, for one."""
+    layer, store = ColumnParallelLinear(6, 4, tp=TP, dtype=torch.float64), WeightGradStore()
+    for overwrite in ("x", "gradient"):
+        tensors = {"x": draw(2, 3, 6), "gradient": draw(2, 3, 4)}
+        with store.open():
+            layer(tensors["x"]).backward(tensors["gradient"])
+        tensors[overwrite].zero_()
+        with pytest.raises(RuntimeError, match=r"\(4, 6\) parameter reads was modified in place"):
+            store.run()
+
+
+def test_a_weight_that_is_computed_from_others_is_not_put_off():
+    layers = [torch.nn.utils.parametrizations.weight_norm(ColumnParallelLinear(6, 4, tp=TP)) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    store = WeightGradStore()
+    layers[0](torch.ones(2, 6)).sum().backward()
+    with store.open():
+        layers[1](torch.ones(2, 6)).sum().backward()
+    store.run()
+    for one, other in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
 
 
 def test_a_weight_that_is_not_trained_is_not_put():

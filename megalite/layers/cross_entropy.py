@@ -282,7 +282,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _given(weight: nn.Parameter, dw: Tensor) -> Tensor | None:
     """Gives a finished weight gradient to the open store, or back to autograd if there is none."""
-    store = open_store()
+    store = open_store(weight)
     if store is None:
         return dw
     store.put(weight, lambda: lambda: dw)

@@ -105,10 +105,10 @@ class _Embedding(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return None, None, None, None
         start = _product(ctx, ids, gradient)
-        store = open_store()
+        store = open_store(ctx.weight)
         if store is None:
             return None, start()(), None, None
-        store.put(ctx.weight, start)
+        store.put(ctx.weight, start, reads=(gradient,))
         return None, None, None, None
 
 

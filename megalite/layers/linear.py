@@ -37,9 +37,12 @@ def parallel_linear(
 
     In backward an input that was gathered is gathered again, not stored, and travels under the product dX = dY W; the
     reduction of dX travels under dW = dY^T X. While a `WeightGradStore` is open dW goes there instead.
+    Raises ValueError if x and the weight differ in dtype outside of autocast.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
+    elif x.dtype != weight.dtype:
+        raise ValueError(f"x is {x.dtype} and the weight {weight.dtype}: convert one, or use torch.autocast")
     return _ParallelLinear.apply(x, weight, bias, tp, enter, leave)
 
 
@@ -67,13 +70,13 @@ class _ParallelLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        store = open_store()
+        store = open_store(ctx.weight)
         whole_x = _start_gather(x, ctx.tp, ctx.enter == "all_gather" and needs_weight and store is None)
         whole_gradient = _start_gather(gradient, ctx.tp, ctx.leave == "reduce_scatter").wait()
         dx = _start_input_gradient(ctx, whole_gradient) if needs_x else Pending[Tensor | None].done(None)
         dw = None
         if needs_weight and store is not None:
-            store.put(ctx.weight, _deferred(ctx, x, gradient))
+            store.put(ctx.weight, _deferred(ctx, x, gradient), reads=(x.detach(), gradient))
         elif needs_weight:
             dw = _weight_gradient(whole_gradient, whole_x.wait(), ctx.weight)
         db = None

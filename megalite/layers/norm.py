@@ -146,6 +146,8 @@ class _Norm(ParallelModule):
         local = (self.shape[0] // (1 if self.cut is None else self.cut.size), *self.shape[1:])
         if x.shape[-len(local) :] != local:
             raise ValueError(f"x of shape {tuple(x.shape)} does not end in {local}, which this norm is over")
+        if not x.is_floating_point():
+            raise ValueError(f"x is {x.dtype}: a norm is of floating-point numbers")
         weight, bias = (None if p is None else p.flatten() for p in (self.weight, self.bias))
         return x.flatten(-len(local)), weight, bias
 

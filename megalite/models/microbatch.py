@@ -20,7 +20,7 @@ class Microbatch:
 
     tokens: (batch, seq) int64. labels: (batch, seq) int64, tokens shifted by one before any cut, IGNORED where there is
     nothing to predict. positions: (seq,) int64, global. sample_ids: (batch,) int64, the place of each sequence in the
-    order of all samples, which dropout is drawn from. step: from 1.
+    order of all samples, which dropout is drawn from. step: from 1. Raises ValueError where the shapes disagree.
     """
 
     tokens: Tensor
@@ -28,6 +28,14 @@ class Microbatch:
     positions: Tensor
     sample_ids: Tensor
     step: int
+
+    def __post_init__(self) -> None:
+        batch, seq = self.tokens.shape
+        expected = {"labels": (batch, seq), "positions": (seq,), "sample_ids": (batch,)}
+        for name, shape in expected.items():
+            found = tuple(getattr(self, name).shape)
+            if found != shape:
+                raise ValueError(f"{name} of shape {found} do not go with tokens of {(batch, seq)}; take {shape}")
 
     def valid(self) -> int:
         """How many summands this micro-batch adds to the loss: its labels that count."""

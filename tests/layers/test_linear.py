@@ -364,3 +364,10 @@ def test_a_chunk_may_enter_whole_and_leave_cut_without_any_collective():
         return c.calls()
 
     assert run(traffic, 2) == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_an_input_of_another_dtype_is_refused_as_nn_linear_refuses_it(dtype):
+    for layer in (ColumnParallelLinear(6, 4, tp=Axis("tp")), RowParallelLinear(6, 4, tp=Axis("tp"))):
+        with pytest.raises(ValueError, match=f"x is {dtype} and the weight torch.float32"):
+            layer(torch.ones(2, 6, dtype=dtype))

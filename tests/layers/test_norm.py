@@ -251,3 +251,9 @@ def test_what_cannot_be_is_refused_with_the_numbers() -> None:
         RMSNorm((6, 8), cut=Axis("tp", 4))
     with pytest.raises(ValueError, match=r"\(2, 6\) does not end in \(3,\)"):
         RMSNorm(6, cut=Axis("tp", 2))(torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])
+def test_whole_numbers_are_refused(norm):
+    with pytest.raises(ValueError, match=r"x is torch.int64: a norm is of floating-point numbers"):
+        norm(6)(torch.ones(2, 6, dtype=torch.int64))

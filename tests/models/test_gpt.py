@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -63,3 +65,17 @@ def test_a_model_made_on_meta_and_cast_to_bfloat16_turns_by_the_exact_angles(mon
     for table, expected in zip(tables, (angles.cos(), angles.sin()) * 2, strict=True):
         assert table.dtype == torch.float32
         torch.testing.assert_close(table.double(), expected, rtol=0, atol=1e-7)  # rounded once to float32
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("positions", torch.arange(1), r"positions of shape \(1,\) do not go with tokens of \(2, 8\); take \(8,\)"),
+        ("labels", torch.zeros(2, 7, dtype=torch.int64), r"labels of shape \(2, 7\)"),
+        ("sample_ids", torch.arange(1), r"sample_ids of shape \(1,\)"),
+    ],
+)
+def test_a_micro_batch_whose_parts_disagree_is_refused(field, value, message):
+    """One position for all tokens would broadcast, and train something else."""
+    with pytest.raises(ValueError, match=message):
+        replace(batch(), **{field: value})
