@@ -1,7 +1,7 @@
 """Data parallelism: `Zero` owns the gradients, the master weights and the optimizer of the modules that it is given.
 
 partition (modules -> units), unit (one flat buffer), agreement (the replicas before the first step), norm, verify,
-zero (hooks, order, step).
+watch (parameters between steps), zero (hooks, order, step).
 """
 
 from __future__ import annotations

@@ -78,6 +78,6 @@ def _checksum(weights: Sequence[Tensor], device: torch.device) -> int:
     """Of the weights' bits: a sum of integers, so exact; a factor for each tensor, so that their order counts."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for number, weight in enumerate(weights):
-        bits = weight.detach().reshape(-1).contiguous().view(_BITS[weight.element_size()])
+        bits = weight.detach().reshape(-1).contiguous().view(_BITS[min(weight.element_size(), 8)])
         total += bits.sum(dtype=torch.int64).to(device) * (2 * number + 1)
     return int(total)

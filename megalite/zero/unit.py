@@ -86,7 +86,8 @@ class Unit:
         for one, slot in zip(held, self.slots, strict=True):
             view = self.weights[slot.part].view(one.parameter.shape)
             if one.parameter.is_meta:
-                one.replace(nn.Parameter(view))
+                # .data, like below: a count of writes of its own, so that the parameter's shows only others' writes
+                one.replace(nn.Parameter(view.data))
             else:
                 one.parameter.data = view
                 one.parameter.grad = None  # it must be None between arrivals

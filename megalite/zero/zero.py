@@ -28,8 +28,10 @@ from megalite.zero.norm import squared_norm_share, sum_partial
 from megalite.zero.partition import Held, held_parameters, partition
 from megalite.zero.unit import Slot, Unit, begin_frozen
 from megalite.zero.verify import Findings, Verifier, summary
+from megalite.zero.watch import Watch
 
 BUILT_STAGES = (0,)
+TRAINED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
@@ -47,7 +49,8 @@ class Zero:
     {"params", "decay": True} and {"params", "decay": False}, of flat slices; it gives the second weight_decay=0, and
     must be elementwise. seed: draws every declared parameter from (seed, logical name), also from the meta device, on
     `device`; None keeps the values. verify: checks the raw gradients of the first step against the ParamSpecs.
-    Load weights before, not after: with half-precision weights the float32 masters are taken from them here.
+    Load, convert, move, freeze before, not after: parameters become views of flat weights here, and half-precision
+    weights give their float32 masters. Raises ValueError for a parameter to be trained whose dtype is not a real one.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Zero:
             raise ValueError(f"zero.stage={stage} is not built yet; legal values: {', '.join(map(str, BUILT_STAGES))}")
         modules = [stages] if isinstance(stages, nn.Module) else list(stages)
         held = held_parameters(modules)
+        _require_real(held)
         self.mesh = mesh
         self.units = _make_units(modules, held, tuple(units), mesh=mesh, seed=seed, device=device or "cpu")
         self.device = self.units[0].weights.device if self.units else torch.device(device or "cpu")
@@ -78,6 +82,7 @@ class Zero:
         self._launched = 0
         self._reduced = False
         self._listen(held)
+        self._watch = Watch(held, self._slots)
 
     def _listen(self, held: Sequence[Held]) -> None:
         """Hooks hold this object weakly and no parameter at all: torch can't free a cycle through a hook."""
@@ -109,11 +114,16 @@ class Zero:
             group["lr"] = value
 
     def begin(self, *, microbatches: int) -> None:
-        """Opens a step of so many micro-batches; it may differ from step to step."""
+        """Opens a step of so many micro-batches; it may differ from step to step.
+
+        Raises RuntimeError if a parameter is no longer the view that is trained, or was frozen or unfrozen, since
+        this object was built, or if half-precision weights were written, which their masters would undo.
+        """
         if microbatches < 1:
             raise ValueError(f"microbatches={microbatches} must be at least 1")
         if self._microbatches:
             raise RuntimeError("begin() was called twice: step() comes between")
+        self._watch.require_unchanged()
         self._microbatches, self._launched, self._reduced = microbatches, 0, False
         for unit in self.units:
             unit.open(microbatches)
@@ -128,6 +138,11 @@ class Zero:
         unit = slot.unit
         if not unit.is_open:
             raise RuntimeError(self._late(slot))
+        if gradient.layout != torch.strided:
+            raise ValueError(
+                f"the gradient of {slot.name} is {gradient.layout}, and gradients are summed in flat dense buffers: "
+                "build the module with sparse=False"
+            )
         parameter.grad = None
         if slot.arrivals:
             slot.gradient.add_(gradient)
@@ -188,6 +203,10 @@ class Zero:
         If the norm is not finite (one bad entry on one rank is enough) no rank updates anything: weights and optimizer
         state keep their bits, and `skipped` counts one. Raises RuntimeError on all ranks if `verify` finds a fault.
         """
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm={max_norm} must be greater than 0, or None for no clipping")
+        if not (math.isfinite(loss_scale) and loss_scale > 0):
+            raise ValueError(f"loss_scale={loss_scale} must be finite and greater than 0; 1.0 is no scaling")
         self.reduce()
         self._microbatches = 0
         norm = self._norm() / loss_scale
@@ -232,6 +251,15 @@ def _arrival_hook(zero: weakref.ref[Zero], number: int) -> Callable[[Tensor], No
             owner._arrive(owner._slots[number], parameter)
 
     return arrive
+
+
+def _require_real(held: Sequence[Held]) -> None:
+    for one in held:
+        if one.parameter.requires_grad and one.parameter.dtype not in TRAINED_DTYPES:
+            raise ValueError(
+                f"parameter {one.name} is {one.parameter.dtype}, which is not trained here; legal dtypes: "
+                f"{', '.join(map(str, TRAINED_DTYPES))} (a complex weight: two real ones and torch.view_as_complex)"
+            )
 
 
 def _make_units(
