@@ -21,6 +21,7 @@ def main(config: Config, world: launch.World) -> None:
     from megalite.mesh import Mesh
     from megalite.train.batches import open_batches, start_count
     from megalite.train.evaluate import evaluate
+    from megalite.train.finite import Patience
     from megalite.train.log import Log
     from megalite.train.model import build_model, build_zero
     from megalite.train.optim import learning_rate
@@ -29,7 +30,7 @@ def main(config: Config, world: launch.World) -> None:
     mesh = Mesh.build(layout)
     model = build_model(config, mesh=mesh)
     batches = open_batches(config, dp=mesh.dp, device=device, cache_dir=world.cache_dir)
-    zero = build_zero(config, model, mesh=mesh, device=device)
+    zero, patience = build_zero(config, model, mesh=mesh, device=device), Patience()
 
     with Log(config, rank=world.rank, layout=layout, where=world.describe()) as log:
         log.header(data=batches.describe(), baselines=batches.baselines)
@@ -50,6 +51,7 @@ def main(config: Config, world: launch.World) -> None:
             if config.evaluates(step):
                 metrics["val/loss"] = evaluate(model, batches.validation(), mesh=mesh)
             log.step(step, metrics)
+            patience.see(step, metrics["train/grad_norm"])
         log.summary(skipped=zero.skipped)
 
 

@@ -6,12 +6,13 @@ before any collective. Each refusal is a ValueError in one line that names the k
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from megalite.mesh import Layout
 from megalite.models.config import MLPConfig, divisors
 from megalite.train.config import Config, PipelineConfig
+from megalite.train.strict import flatten
 
 POSITIVE = (
     *("seq_len", "global_batch_size", "micro_batch_size", "steps", "stop_after", "threads"),
@@ -22,6 +23,12 @@ NOT_NEGATIVE = (
     *("optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.weight_decay"),
 )
 
+MOST = {"seed": 2**63 - 1, "threads": 4096, "timeout_seconds": 2**31 - 1}
+"""Keys with a bound of their own: 64 bits are drawn from a seed; no machine has more cores; 68 years."""
+MOST_OF_A_WHOLE_NUMBER = 2**31 - 1
+MOST_PARAMETERS = 10**15
+"""Beyond it a tensor's size no longer fits a machine's word; no computer holds a hundredth of it."""
+
 
 def check(config: Config, world_size: int) -> Config:
     """The same configuration with layout.dp, layout.sequence_parallel and micro_batch_size filled in for these ranks.
@@ -29,7 +36,9 @@ def check(config: Config, world_size: int) -> Config:
     Raises ValueError for what is not built yet, for values out of range and for sizes that do not go together.
     """
     _refuse_unbuilt(config)
+    _refuse_impossible(config)  # first: what follows looks for divisors, which takes as long as a number is large
     config.model.validate()
+    _refuse_giant(config)
     _check_ranges(config)
     layout = config.layout.fit(world_size)
     sequence_parallel = config.layout.sequence_parallel
@@ -58,6 +67,24 @@ def _refuse_unbuilt(config: Config) -> None:
         )
 
 
+def _refuse_impossible(config: Config) -> None:
+    """Numbers that no machine could take, which torch would answer with an overflow."""
+    for key, value in flatten(asdict(config)):
+        most = MOST.get(key, MOST_OF_A_WHOLE_NUMBER if type(value) is int else None)
+        if value is not None and most is not None and value > most:
+            raise ValueError(f"{key}={value} is more than there can be; take at most {most}")
+
+
+def _refuse_giant(config: Config) -> None:
+    count = config.model.parameter_count()
+    if count > MOST_PARAMETERS:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+        shape = ", ".join(
+            f"model.{name}={getattr(config.model, name)}" for name in sizes if hasattr(config.model, name)
+        )
+        raise ValueError(f"{shape} make {count} parameters; take sizes that make at most {MOST_PARAMETERS}")
+
+
 def _check_ranges(config: Config) -> None:
     for key in POSITIVE:
         _in_range(config, key, above=0)
@@ -65,7 +92,7 @@ def _check_ranges(config: Config) -> None:
         _in_range(config, key, least=0)
     _in_range(config, "loss.label_smoothing", least=0, below=1)
     optim = config.optim
-    if optim.min_lr > optim.lr:
+    if optim.lowest_lr > optim.lr:
         raise ValueError(f"optim.min_lr={optim.min_lr} is above optim.lr={optim.lr}; take at most {optim.lr}")
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         raise ValueError(f"optim.betas={optim.betas} must be two numbers, each in [0, 1)")

@@ -58,13 +58,14 @@ def compose(job: Callable[[dict[str, Any]], None], *, folder: Path, name: str, r
 
 
 def register(rank: int) -> None:
-    """Tell Hydra the schema, and OmegaConf the resolver ${by_rank:on rank 0,on others}."""
+    """Tell Hydra the schema, and OmegaConf the resolvers ${by_rank:on rank 0,on others} and ${folder:path}."""
     store = ConfigStore.instance()
     store.store(name="schema", node=schema())
     for config in (GPTConfig(), MLPConfig()):
         store.store(group="model/schema", name=config.model_type, node=asdict(config))
     # --help copies the whole store once for each of Hydra's groups. Sharing is safe: it copies what it gives out.
     ConfigStore.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
+    OmegaConf.register_new_resolver("folder", _folder, replace=True)
     OmegaConf.register_new_resolver("by_rank", lambda first, others: others if rank else first, replace=True)
 
 
@@ -74,6 +75,8 @@ def one_line(error: Exception) -> str:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         return f"{group}={choice} is unknown{nearest(choice, error.options)}"
     cause = error.__cause__
+    if refusal := _refusal_within(error):
+        return str(refusal)
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
         return unknown_key(str(cause.full_key or cause.key), _legal_keys())
     said = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
@@ -82,6 +85,21 @@ def one_line(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"out_dir: {said}"
     return said or type(error).__name__
+
+
+def _folder(out_dir: object) -> str:
+    """out_dir as Hydra takes it, before Hydra makes it. An empty one would be wherever the command was typed."""
+    if out_dir is None or not str(out_dir).strip():
+        shown = "null" if out_dir is None else str(out_dir).strip()
+        raise ConfigError(f"out_dir={shown} names no folder; take a path such as out_dir=runs/mine")
+    return str(out_dir)
+
+
+def _refusal_within(error: BaseException | None) -> ConfigError | None:
+    """The ConfigError that an OmegaConf error was made from, if there is one."""
+    while error is not None and not isinstance(error, ConfigError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _legal_keys() -> list[str]:

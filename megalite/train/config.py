@@ -57,7 +57,7 @@ class OptimConfig:
     """The optimizer and its learning rate.
 
     lr is reached after warmup_steps, from min_lr on; then it is kept (constant) or comes down to min_lr at the last
-    step (linear, cosine).
+    step (linear, cosine). min_lr: null = a tenth of lr.
     betas, eps: AdamW's; betas[0] is SGD's momentum.
     weight_decay: on matrices, not on norms and biases.
     max_norm: larger gradients are scaled down to this norm; null never does.
@@ -65,13 +65,18 @@ class OptimConfig:
 
     name: str = one_of("adamw", "sgd")
     lr: float = 3e-3
-    min_lr: float = 3e-4
+    min_lr: float | None = None
     warmup_steps: int = 20
     schedule: str = one_of("cosine", "linear", "constant")
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.1
     max_norm: float | None = 1.0
+
+    @property
+    def lowest_lr(self) -> float:
+        """min_lr, null resolved."""
+        return self.lr / 10 if self.min_lr is None else self.min_lr
 
 
 @dataclass

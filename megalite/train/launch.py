@@ -11,13 +11,15 @@ The only module that reads the environment.
    has the same to say first waits, since the launcher ends the job when rank 0 is gone. If it does not, rank 0 had
    nothing to say, and the waiting rank speaks.
 
-Exit codes: 0 done, 1 an exception (with its traceback), 2 the configuration, 3 the data, 130 interrupted.
+Exit codes: 0 done, 1 an exception (with its traceback), 2 the configuration, 3 the data, 5 no finite
+gradient any more, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -28,15 +30,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megalite.train.check import check
+from megalite.train.check import MOST, check
 from megalite.train.compose import compose
 from megalite.train.config import Config, load
+from megalite.train.finite import NotFiniteError
 from megalite.train.strict import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-FAILED_CODE, CONFIG_CODE, DATA_CODE, INTERRUPTED_CODE = 1, 2, 3, 130
+FAILED_CODE, CONFIG_CODE, DATA_CODE, NOT_FINITE_CODE, INTERRUPTED_CODE = 1, 2, 3, 5, 130
 HOLD_SECONDS = 5.0
 """How long a rank other than 0 keeps a refusal to itself: launchers end a job that lost rank 0 much sooner."""
 
@@ -60,27 +63,29 @@ class Place:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Place:
-        """Raises ValueError where the variables contradict each other."""
-        rank, size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
+        """Raises ValueError where the variables contradict each other, or one is no number."""
+        rank, size = _whole(environ, "RANK", 0), _whole(environ, "WORLD_SIZE", 1)
         if not 0 <= rank < size:
             raise ValueError(f"RANK={rank} is not below WORLD_SIZE={size}; start with torchrun, which sets both")
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
         if "WORLD_SIZE" in environ and missing:
             raise ValueError(f"WORLD_SIZE={size} is set and {missing[0]} is not; start with torchrun, which sets both")
         torchrun = "TORCHELASTIC_RUN_ID" in environ
-        local_size = int(environ.get("LOCAL_WORLD_SIZE", 1))
+        local_size = _whole(environ, "LOCAL_WORLD_SIZE", 1)
         threads = environ.get("OMP_NUM_THREADS", "")
         # torchrun itself writes 1 for several local ranks, so there a 1 says nothing about what a person wants.
         by_person = threads.isdigit() and not (torchrun and local_size > 1 and threads == "1")
         return cls(
             rank=rank,
             size=size,
-            local_rank=int(environ.get("LOCAL_RANK", 0)),
+            local_rank=_whole(environ, "LOCAL_RANK", 0),
             local_size=local_size,
-            master=(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])) if "WORLD_SIZE" in environ else None,
+            master=(environ["MASTER_ADDR"], _whole(environ, "MASTER_PORT", 0, most=65535))
+            if "WORLD_SIZE" in environ
+            else None,
             agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
-            omp_threads=int(threads) if by_person else None,
+            attempt=_whole(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+            omp_threads=_whole(environ, "OMP_NUM_THREADS", 1, most=MOST["threads"]) if by_person else None,
         )
 
 
@@ -139,11 +144,13 @@ def run(main: Callable[[Config, World], None], *, configs: str = "configs", name
 
 
 def _code(error: Exception) -> int:
-    """What the exit code says of an error: a refusal of the configuration, of the data, or a failure."""
+    """What the exit code says of an error: the configuration or the data refused, a run that is lost, or a failure."""
     from megalite.data import DataError  # here, since it brings numpy, which --help does not need
 
     if isinstance(error, ConfigError):
         return CONFIG_CODE
+    if isinstance(error, NotFiniteError):
+        return NOT_FINITE_CODE
     return DATA_CODE if isinstance(error, DataError) else FAILED_CODE
 
 
@@ -178,7 +185,9 @@ class Launcher:
         device, backend = choose_device(config, place, gpus=gpus)
         if device != "cpu":
             torch.cuda.set_device(device)
-        return World(place.rank, place.size, device, backend, threads, default_cache_dir(os.environ, Path.home()))
+        return World(
+            place.rank, place.size, device, backend, threads, default_cache_dir(os.environ, home_or_stand_in())
+        )
 
     @contextmanager
     def process_group(self, world: World, timeout_seconds: float) -> Iterator[None]:
@@ -231,6 +240,26 @@ def choose_device(config: Config, place: Place, *, gpus: int) -> tuple[str, str]
         )
     device = f"cuda:{place.local_rank % gpus}" if on_gpu else "cpu"
     return device, ("nccl" if own else "gloo") if config.backend == "auto" else config.backend
+
+
+def home_or_stand_in() -> Path:
+    """The home folder or, for a user whom the system does not know (as in containers), one among temporary files."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"home-of-{os.getuid()}"
+
+
+def _whole(environ: Mapping[str, str], name: str, default: int, *, most: int = 2**31 - 1) -> int:
+    """A variable that counts. Raises ValueError with its name and value if it does not."""
+    text = environ.get(name, str(default))
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value <= most:
+        raise ValueError(f"{name}={text} must be a whole number from 0 to {most}; start with torchrun, which sets it")
+    return value
 
 
 def _cores() -> int:

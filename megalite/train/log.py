@@ -1,7 +1,8 @@
 """What a person sees of a run, and what it leaves behind: lines on standard output, config.yaml, metrics.jsonl.
 
 Only rank 0 speaks and writes. A row of metrics.jsonl is one step, in full precision: `step` from 1, then names in slash
-groups (train/loss, train/grad_norm, train/lr, perf/tokens_per_sec; val/loss in the steps that evaluate).
+groups (train/loss, train/grad_norm, train/lr, perf/tokens_per_sec; val/loss in the steps that evaluate). What is not
+finite is null there, since JSON has no word for it, and nan or inf in the line that a person sees.
 
 A run never mixes its rows with another's: files that are already there are renamed, metrics.jsonl to metrics.1.jsonl
 and config.yaml to config.1.yaml (the next free number); a run that still writes to one goes on writing there.
@@ -10,6 +11,7 @@ and config.yaml to config.1.yaml (the next free number); a run that still writes
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -82,7 +84,8 @@ class Log:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step's line and row."""
         if self.speaks and self.file is not None:
-            self.file.write(json.dumps({"step": step, **metrics}) + "\n")
+            row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            self.file.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
             self.file.flush()
             self.losses.append(metrics["train/loss"])
             self.validation_loss = metrics.get("val/loss", self.validation_loss)
@@ -174,4 +177,5 @@ def describe_step(step: int, steps: int, metrics: Mapping[str, float]) -> str:
         f"grad_norm {metrics['train/grad_norm']:.3f}  lr {metrics['train/lr']:.2e}  "
         f"{metrics['perf/tokens_per_sec']:,.0f} tokens/s"
     )
-    return line + (f"  val_loss {metrics['val/loss']:.4f}" if "val/loss" in metrics else "")
+    line += f"  val_loss {metrics['val/loss']:.4f}" if "val/loss" in metrics else ""
+    return line + ("" if math.isfinite(metrics["train/grad_norm"]) else "  skipped: its gradient is not finite")

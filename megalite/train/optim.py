@@ -41,10 +41,10 @@ def learning_rate(config: OptimConfig, step: int, *, steps: int) -> float:
 
     Warm-up is the line from min_lr before the first step to lr at step warmup_steps. From there to the last step
     it stays (constant), or goes from lr to min_lr along a line (linear) or half a cosine (cosine, arXiv:1608.03983).
-    Always within [min_lr, lr], and above 0 at the first step, whatever the edges: a warm-up as long as the run never
-    decays, a run of one step without warm-up takes lr.
+    Always within [min_lr, lr], and above 0 at the first step unless lr is 0, whatever the edges: a warm-up as long as
+    the run never decays, a run of one step without warm-up takes lr. min_lr: null is a tenth of lr.
     """
-    low, high = config.min_lr, config.lr
+    low, high = config.lowest_lr, config.lr
     if step < config.warmup_steps:
         return low + (high - low) * step / config.warmup_steps
     peak = max(config.warmup_steps, 1)

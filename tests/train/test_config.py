@@ -117,6 +117,17 @@ def test_keys_and_types_are_exact(override, says):
         ("steps=0", 1, "steps=0 must be above 0"),
         ("stop_after=6 steps=5", 1, "stop_after=6 is beyond steps=5; take at most 5"),
         ("optim.min_lr=1", 1, "optim.min_lr=1.0 is above optim.lr=0.003"),
+        ("optim.min_lr=1e-3 optim.lr=1e-4", 1, "optim.min_lr=0.001 is above optim.lr=0.0001; take at most 0.0001"),
+        ("timeout_seconds=1e18", 2, "timeout_seconds=1e+18 is more than there can be; take at most 2147483647"),
+        ("threads=100000000000", 1, "threads=100000000000 is more than there can be; take at most 4096"),
+        ("seed=9223372036854775808", 1, "seed=9223372036854775808 is more than there can be"),
+        ("model.vocab_size=100000000000000", 1, "model.vocab_size=100000000000000 is more than there can be"),
+        ("model.hidden_size=2147483640", 1, "model.num_hidden_layers=2 make "),
+        (
+            "model.hidden_size=100000000000000 model=mlp",
+            1,
+            "model.hidden_size=100000000000000 is more than there can be",
+        ),
         ("optim.betas=[0.9]", 1, "optim.betas=[0.9] must be two numbers"),
         ("optim.warmup_steps=-1", 1, "optim.warmup_steps=-1 must be at least 0"),
         ("loss.label_smoothing=1", 1, "loss.label_smoothing=1.0 must be below 1"),
@@ -149,6 +160,12 @@ def test_the_defaults_are_legal_for_dp_and_tp_of_1_2_and_4(model, dp, tp):
     assert config.layout.dp == dp
     assert config.layout.sequence_parallel == (tp > 1 and isinstance(model, GPTConfig))
     assert config.micro_batch_size == 16 // dp
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-4, 10.0])
+def test_any_peak_rate_is_legal_alone_and_its_lowest_is_a_tenth_of_it(lr):
+    config = check(load(composed(f"optim.lr={lr}")), 1)
+    assert config.optim.lowest_lr == lr / 10
 
 
 def test_what_is_set_is_kept():

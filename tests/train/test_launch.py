@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from megalite.data import DataError
 from megalite.train import launch
 from megalite.train.config import Config
+from megalite.train.finite import NotFiniteError
 from megalite.train.strict import ConfigError
 from tests.train.composing import CONFIGS, ROOT
 
@@ -123,6 +125,38 @@ def test_half_a_launcher_is_refused(variables, says):
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("WORLD_SIZE", "x"),
+        ("RANK", "-1"),
+        ("LOCAL_RANK", "1.5"),
+        ("LOCAL_WORLD_SIZE", ""),
+        ("MASTER_PORT", "abc"),
+        ("MASTER_PORT", "65536"),
+        ("OMP_NUM_THREADS", "100000000000"),
+    ],
+)
+def test_a_variable_that_does_not_count_is_refused_with_its_name_and_value(name, value):
+    with pytest.raises(ValueError, match=f"^{name}={value} must be a whole number from 0 to "):
+        launch.Place.read(TORCHRUN | {name: value})
+
+
+@pytest.mark.parametrize("overrides", [[], ["data.paths=[a.txt]"]])
+@pytest.mark.parametrize("cache", [None, "/scratch"])
+def test_a_user_without_a_home_has_a_cache(monkeypatch, tmp_path, overrides, cache):
+    def unknown():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", unknown)
+    seen = []
+    setting = monkeypatch.setenv
+    monkeypatch.setattr(monkeypatch, "setenv", lambda name, value: setting(name, cache or ""))
+    assert exit_code(monkeypatch, tmp_path, lambda config, world: seen.append(world.cache_dir), *overrides) == 0
+    assert seen == [Path(cache or launch.home_or_stand_in() / ".cache") / "megalite"]
+    assert launch.home_or_stand_in().parent == Path(tempfile.gettempdir())
+
+
+@pytest.mark.parametrize(
     ("overrides", "says"),
     [
         ("optim.lrr=1", "error: optim.lrr is no key of the configuration; did you mean optim.lr?"),
@@ -135,6 +169,9 @@ def test_half_a_launcher_is_refused(variables, says):
         ("steps=???", "error: Missing mandatory value: steps"),
         ("seed=${nothing}", "error: Interpolation key 'nothing' not found"),
         ("a=b=c", "error: a=b=c is not understood: mismatched input '='"),
+        ("out_dir=", "error: out_dir= names no folder; take a path such as out_dir=runs/mine"),
+        ("out_dir=null", "error: out_dir=null names no folder; take a path"),
+        ("-m out_dir= seed=1,2", "error: out_dir= names no folder; take a path"),
         ("out_dir=/proc/nowhere", "error: out_dir: "),
         ("layout.tp=2", "error: layout cp=1 x tp=2 x pp=1 = 2 does not divide the 1 ranks that are running"),
         ("layout.cp=2", "error: layout.cp=2 is not built yet; take layout.cp=1"),
@@ -158,6 +195,8 @@ def test_the_exit_code_says_what_went_wrong(monkeypatch, tmp_path, capfd):
     assert exit_code(monkeypatch, tmp_path, lambda config, world: None) == 0
     assert exit_code(monkeypatch, tmp_path, failing(DataError("data.paths: gone"))) == 3
     assert capfd.readouterr().err == "error: data.paths: gone\n"
+    assert exit_code(monkeypatch, tmp_path, failing(NotFiniteError("non-finite: lost"))) == 5
+    assert capfd.readouterr().err == "error: non-finite: lost\n"
     assert exit_code(monkeypatch, tmp_path, failing(ValueError("a bug"))) == 1
     assert "Traceback" in (err := capfd.readouterr().err) and "ValueError: a bug" in err
     assert exit_code(monkeypatch, tmp_path, failing(KeyboardInterrupt())) == 130

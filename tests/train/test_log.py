@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -33,6 +34,19 @@ def test_a_row_holds_every_number_to_the_last_bit(tmp_path):
         one.step(2, METRICS | {"val/loss": 0.1 + 0.2})
         written = rows(tmp_path / "metrics.jsonl")  # before the end: a killed run keeps what it has done
     assert written == [{"step": 1, **METRICS}, {"step": 2, **METRICS, "val/loss": 0.1 + 0.2}]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_is_strict_json_and_the_line_says_that_its_step_was_skipped(tmp_path, capsys, bad):
+    with log(tmp_path) as one:
+        one.step(1, METRICS | {"train/loss": bad, "train/grad_norm": bad})
+        one.step(2, METRICS)
+    written = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(written[0], parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert row == {"step": 1, **METRICS, "train/loss": None, "train/grad_norm": None}
+    first, second = capsys.readouterr().out.splitlines()
+    assert f"loss {bad}" in first and first.endswith("skipped: its gradient is not finite")
+    assert "skipped" not in second
 
 
 def test_only_rank_0_speaks_and_writes(tmp_path, capsys):

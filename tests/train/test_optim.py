@@ -41,6 +41,12 @@ def test_the_rate_rises_to_its_peak_at_the_last_step_of_warm_up_and_never_after(
     assert found[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1, abs=1e-15)
 
 
+def test_a_lowest_rate_that_is_not_set_is_a_tenth_of_the_peak():
+    found = rates(OptimConfig(lr=0.5, warmup_steps=0, schedule="linear"), 12)
+    assert found == rates(OptimConfig(lr=0.5, min_lr=0.05, warmup_steps=0, schedule="linear"), 12)
+    assert found[-1] == pytest.approx(0.05, rel=1e-15)
+
+
 def test_linear_and_cosine_meet_half_way_down():
     for schedule in ("linear", "cosine"):
         config = OptimConfig(lr=1.0, min_lr=0.2, warmup_steps=1, schedule=schedule)

@@ -23,6 +23,7 @@ from megalite.models.microbatch import IGNORED, Microbatch, VectorMicrobatch
 from megalite.spec import init_parameters
 from megalite.train.check import check
 from megalite.train.config import Config, DataConfig, EvalConfig, LayoutConfig, LossConfig, OptimConfig
+from megalite.train.finite import MOST_SKIPPED_IN_A_ROW, NotFiniteError, Patience
 from megalite.train.launch import World
 from megalite.train.model import build_model
 from tests.ranks import run
@@ -58,7 +59,8 @@ def trained(config: Config) -> list[dict[str, float]]:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     train.main(check(config, size), World(rank, size, "cpu", "gloo", 1, Path(config.out_dir) / "cache"))
     rows = [json.loads(line) for line in (Path(config.out_dir) / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+    kept = [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+    return [{key: math.nan if value is None else value for key, value in row.items()} for row in kept]
 
 
 @pytest.mark.parametrize(
@@ -192,6 +194,31 @@ def test_a_loss_that_is_not_a_number_on_one_rank_is_seen_and_its_step_left_out_b
         assert row == pytest.approx(other, rel=1e-10, nan_ok=True)
         bad = row["step"] == bad_step
         assert math.isnan(row["train/loss"]) == math.isnan(row["train/grad_norm"]) == bad
+
+
+def given_up(config: Config) -> str:
+    with pytest.raises(NotFiniteError) as lost:
+        trained(config)
+    return str(lost.value)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, LayoutConfig()), (2, LayoutConfig(tp=2)), (2, LayoutConfig())])
+def test_ten_skipped_steps_in_a_row_end_the_run_on_all_ranks_and_each_says_so(tmp_path, capfd, ranks, layout):
+    config = run_of("mlp", "", tmp_path, layout=layout)
+    config = replace(config, steps=40, optim=OptimConfig(lr=1e300, warmup_steps=0))
+    said = run(given_up, ranks, config)
+    assert len(said) == ranks and len(set(said)) == 1
+    assert said[0].startswith("non-finite: steps 2 to 11 changed nothing")
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
+    assert ["skipped" in line for line in lines] == [False] + [True] * 10
+
+
+def test_only_steps_in_a_row_count():
+    patience = Patience()
+    for step in range(1, 40):
+        patience.see(step, math.nan if step % MOST_SKIPPED_IN_A_ROW else 1.0)
+    with pytest.raises(NotFiniteError, match="steps 31 to 40 "):
+        patience.see(40, math.inf)
 
 
 @pytest.mark.parametrize(
