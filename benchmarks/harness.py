@@ -33,7 +33,7 @@ class Times(NamedTuple):
     cpu_seconds: list[float]
 
 
-def in_turn(sides: Mapping[Name, Side], *, world: Axis, rounds: int, warm_up: int = 2) -> dict[Name, Times]:
+def in_turn(sides: Mapping[Name, Side], *, world: Axis, rounds: int, warm_up: int = 1) -> dict[Name, Times]:
     """Runs A B C A B C ..., `warm_up` rounds and then those that count.
 
     So whatever else the machine does, it does to all sides alike, and sides are compared within a round.

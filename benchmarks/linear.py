@@ -272,7 +272,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     add_work(parser)
     parser.add_argument("--ranks", type=int, help="start so many here (default 2)")
-    parser.add_argument("--pairs", type=int, default=9, help="timed rounds; each runs every side once")
+    parser.add_argument("--pairs", type=int, default=7, help="timed rounds; each runs every side once")
     options = parser.parse_args()
     ranks = options.ranks if options.ranks or dist.is_torchelastic_launched() else 2
     start(main, work_of(options), options.pairs, ranks=ranks)

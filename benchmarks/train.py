@@ -258,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     add_work(parser)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--pairs", type=int, default=9, help="timed rounds; each runs every side once")
+    parser.add_argument("--pairs", type=int, default=7, help="timed rounds; each runs every side once")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     work = work_of(options)

@@ -61,7 +61,7 @@ def _in_turn() -> tuple[dict[str, harness.Times], list[str]]:
 
 
 def test_a_side_of_one_rank_does_not_run_on_the_others() -> None:
-    assert run(_steps_of_one_rank, 2, checked=False) == [3, 0]
+    assert run(_steps_of_one_rank, 2, checked=False) == [2, 0]  # one to warm up, one that counts
 
 
 def _steps_of_one_rank() -> int:
@@ -176,10 +176,10 @@ def test_peak_live_bytes_is_the_highest_sum_and_not_the_total() -> None:
 
 
 def test_the_buckets_of_ddp_count_as_memory() -> None:
-    """They are allocated in C++, and as large as all gradients."""
+    """They are allocated in C++ and are as large as all gradients; the weights, sent to all, pass through a copy."""
     gradients = 4 * sum(parameter.numel() for parameter in GPT(small_work().config).parameters())
     for peak in run(_bytes_of_ddp, 2, small_work(), checked=False):
-        assert gradients <= peak < 2 * gradients
+        assert gradients <= peak <= 3 * gradients
 
 
 def _bytes_of_ddp(work: Work) -> int:
