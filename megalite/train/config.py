@@ -148,7 +148,7 @@ class Config:
     seq_len: int = 128
     global_batch_size: int = 16
     micro_batch_size: int | None = None
-    steps: int = 240
+    steps: int = 200
     stop_after: int | None = None
     seed: int = 0
     precision: str = one_of("fp32", "bf16", "fp16", "fp64")
