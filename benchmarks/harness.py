@@ -52,6 +52,15 @@ def in_turn(sides: Mapping[Name, Side], *, world: Axis, rounds: int, warm_up: in
     return {name: Times(*both) for name, *both in zip(sides, slowest, summed, strict=True)}
 
 
+MILLISECONDS = ("ms", "best ms", "CPU ms")
+
+
+def milliseconds(times: Times) -> tuple[str, str, str]:
+    """Of a round, under those headings: the median, the fastest (the machine left alone), and the CPU's median."""
+    values = statistics.median(times.seconds), min(times.seconds), statistics.median(times.cpu_seconds)
+    return tuple(f"{1000 * value:.0f}" for value in values)  # type: ignore[return-value]
+
+
 class Ratio(NamedTuple):
     """Median of the ratios of paired times, and the quartiles around it."""
 

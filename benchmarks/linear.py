@@ -228,13 +228,12 @@ def timed(all_subjects: Subjects, work: Work, world: Axis, pairs: int) -> str:
             (
                 f"{layout}, {whose}",
                 f"{work.tokens / statistics.median(times.seconds):.0f}",
-                f"{1000 * statistics.median(times.seconds):.0f}",
-                f"{1000 * statistics.median(times.cpu_seconds):.0f}",
+                *harness.milliseconds(times),
                 str(harness.ratio(alone.seconds, times.seconds)),
                 str(harness.ratio(times.seconds, all_times[layout, OURS].seconds)),
             )
         )
-    return harness.table(("side", "tokens/s", "ms", "CPU ms", "speed-up over one process", "ours / this"), rows)
+    return harness.table(("side", "tokens/s", *harness.MILLISECONDS, "speed-up over one process", "ours / this"), rows)
 
 
 def _without_communication(step: Callable[[], Any], n: int) -> Callable[[], None]:
@@ -259,7 +258,7 @@ def main(started: Started, work: Work, pairs: int) -> None:
     say(
         world,
         f"medians of {pairs} rounds in turn (quartiles); speed-up: over the same side's own model on one process, one "
-        "thread;\nours / this: tokens per second; CPU ms: of all ranks together; local copies: the floor",
+        "thread;\nours / this: tokens per second; best: the fastest round; CPU: of all ranks; local copies: the floor",
     )
 
 

@@ -185,14 +185,16 @@ def report_speed(work: Work, pairs: int) -> str:
                 (
                     name,
                     f"{work.tokens / statistics.median(times.seconds):.0f}",
-                    f"{1000 * statistics.median(times.seconds):.0f}",
-                    f"{1000 * statistics.median(times.cpu_seconds):.0f}",
+                    *harness.milliseconds(times),
                     str(harness.ratio(times.seconds, found.times["ours"].seconds)),
                     f"{found.differences[name]:.1e}",
                 )
             )
-        tables.append(harness.table((f"dp {dp}", "tokens/s", "ms", "CPU ms", "ours / this", "weights differ by"), rows))
-    legend = f"ours / this: tokens per second, medians of {pairs} rounds in turn (quartiles); CPU ms: of all ranks"
+        tables.append(
+            harness.table((f"dp {dp}", "tokens/s", *harness.MILLISECONDS, "ours / this", "weights differ by"), rows)
+        )
+    legend = f"ours / this: tokens per second, medians of {pairs} rounds in turn (quartiles)\n"
+    legend += "best: the fastest round; CPU: of all ranks together"
     return "\n\n".join(tables) + "\n" + legend
 
 
