@@ -29,7 +29,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from benchmarks import harness
-from benchmarks.work import Work, sum_partial
+from benchmarks.work import Work, partial_parameters, sum_gradients
 from megalite.comm import start_all_reduce
 from megalite.mesh import Layout, Mesh
 from megalite.models.config import GPTConfig
@@ -89,7 +89,7 @@ def backward(
     init_parameters(model, SEED, device=device)
     loss = model(None, work.microbatch(device=device)) / work.tokens
     loss.backward()
-    sum_partial(model, mesh.tp)
+    sum_gradients(partial_parameters(model, mesh.tp), mesh.tp)
     return loss.detach(), model
 
 

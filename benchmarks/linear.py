@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from benchmarks import harness, peers
 from benchmarks.harness import Side
-from benchmarks.work import Work, add_work, sum_partial, work_of
+from benchmarks.work import Work, add_work, partial_parameters, sum_gradients, work_of
 from megalite.comm import collectives, start_all_reduce
 from megalite.comm.start import Started, start
 from megalite.mesh import Axis, Layout, Mesh
@@ -54,7 +54,7 @@ def ours(work: Work, mesh: Mesh, *, sequence_parallel: bool = False, split: bool
     model = GPT(work.config, mesh=mesh, sequence_parallel=sequence_parallel)
     peers.copy_weights(peers.Llama(work.config), model)
     microbatch = work.microbatch()
-    store = WeightGradStore()
+    partial, store = partial_parameters(model, mesh.tp), WeightGradStore()
 
     def step() -> Tensor:
         model.zero_grad()
@@ -62,7 +62,7 @@ def ours(work: Work, mesh: Mesh, *, sequence_parallel: bool = False, split: bool
         with store.open() if split else contextlib.nullcontext():
             loss.backward()
         store.run()
-        sum_partial(model, mesh.tp)
+        sum_gradients(partial, mesh.tp)
         return loss.detach()
 
     return Subject(model, step)

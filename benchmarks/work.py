@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -72,10 +73,15 @@ def work_of(options: argparse.Namespace) -> Work:
     return Work(config, options.batch, options.seq)
 
 
-def sum_partial(model: nn.Module, tp: Axis) -> None:
-    """Makes final the gradients that are summands over tp: one sum of all of them. In training, `Zero` does it."""
+def partial_parameters(model: nn.Module, tp: Axis) -> list[nn.Parameter]:
+    """Those whose gradient on this rank is only a summand over tp."""
     specs = param_specs(model)
-    gradients = [p.grad for name, p in model.named_parameters() if tp in specs[name].partial and p.grad is not None]
+    return [parameter for name, parameter in model.named_parameters() if tp in specs[name].partial]
+
+
+def sum_gradients(parameters: Sequence[nn.Parameter], tp: Axis) -> None:
+    """One sum over tp of all their gradients, in place. In training, `Zero` does it."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return
     total = start_all_reduce(torch.cat([gradient.flatten() for gradient in gradients]), tp).wait()
