@@ -40,14 +40,18 @@ from megalite.comm.collectives import (
     start_broadcast,
     start_reduce_scatter,
 )
+from megalite.comm.observe import Call, Observer, observe
 from megalite.mesh import Axis
 
 __all__ = [
+    "Call",
+    "Observer",
     "Pending",
     "all_gather",
     "all_to_all",
     "copy",
     "gather",
+    "observe",
     "reduce",
     "reduce_scatter",
     "ring_shift",

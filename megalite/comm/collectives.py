@@ -8,12 +8,14 @@ of size 1 each is the identity.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.comm.observe import Call, seen
 from megalite.mesh import Axis
 
 T = TypeVar("T")
@@ -24,12 +26,27 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Flight(NamedTuple):
+    """One collective that has been handed to the backend, and what is to be waited for."""
+
+    call: Call
+    works: Sequence[Any]
+
+
+def _issue(operation: str, axis: Axis, tensors: Sequence[Tensor], start: Callable[[], Any]) -> Flight:
+    """Hands one collective to the backend, seen by the observers. start: gives torch's work, or a list of them."""
+    call = Call(operation, axis, sum(tensor.nbytes for tensor in tensors))
+    with seen(call, "issuing", "issued"):
+        works = start()
+    return Flight(call, works if isinstance(works, list) else [works])
+
+
 class Pending(Generic[T]):
     """A result under way. `wait()` blocks until it is there (on CUDA: makes the current stream wait) and returns it."""
 
-    def __init__(self, finish: Callable[[], T], works: Sequence[Any] = ()) -> None:
+    def __init__(self, finish: Callable[[], T], flight: Flight | None = None) -> None:
         self._finish: Callable[[], T] | None = finish
-        self._works = works
+        self._flight = flight
         self._result: T | None = None
 
     @classmethod
@@ -38,9 +55,11 @@ class Pending(Generic[T]):
 
     def wait(self) -> T:
         if self._finish is not None:
-            for work in self._works:
-                work.wait()
-            self._result, self._finish, self._works = self._finish(), None, ()
+            if self._flight is not None:
+                with seen(self._flight.call, "waiting", "waited"):
+                    for work in self._flight.works:
+                        work.wait()
+            self._result, self._finish, self._flight = self._finish(), None, None
         return self._result  # type: ignore[return-value]
 
 
@@ -52,8 +71,8 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum") -> Pending[Tenso
     if axis.size == 1:
         return Pending.done(x)
     x = x.contiguous()  # collectives refuse strides; the copy, not the caller's tensor, then holds the result
-    work = dist.all_reduce(x, op=OPS[op], group=axis.group, async_op=True)
-    return Pending(lambda: x, [work])
+    start = partial(dist.all_reduce, x, op=OPS[op], group=axis.group, async_op=True)
+    return Pending(lambda: x, _issue("all_reduce", axis, [x], start))
 
 
 def start_all_gather(x: Tensor, axis: Axis, *, dim: int = 0) -> Pending[Tensor]:
@@ -65,8 +84,8 @@ def start_all_gather(x: Tensor, axis: Axis, *, dim: int = 0) -> Pending[Tensor]:
         return Pending.done(x)
     part = x.movedim(dim, 0).contiguous()
     whole = part.new_empty((axis.size * part.shape[0], *part.shape[1:]))
-    work = _all_gather_flat(whole, part, group=axis.group, async_op=True)
-    return Pending(lambda: whole.movedim(0, dim), [work])
+    start = partial(_all_gather_flat, whole, part, group=axis.group, async_op=True)
+    return Pending(lambda: whole.movedim(0, dim), _issue("all_gather", axis, [part], start))
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, *, dim: int = 0) -> Pending[Tensor]:
@@ -82,11 +101,12 @@ def start_reduce_scatter(x: Tensor, axis: Axis, *, dim: int = 0) -> Pending[Tens
     share = (whole.shape[0] // axis.size, *whole.shape[1:])
     if dist.get_backend(axis.group) == "gloo":
         parts = torch.empty_like(whole)
-        work = dist.all_to_all_single(parts, whole, group=axis.group, async_op=True)
-        return Pending(lambda: _sum_in_order(parts.view(axis.size, *share)).movedim(0, dim), [work])
+        start = partial(dist.all_to_all_single, parts, whole, group=axis.group, async_op=True)
+        flight = _issue("reduce_scatter", axis, [whole], start)
+        return Pending(lambda: _sum_in_order(parts.view(axis.size, *share)).movedim(0, dim), flight)
     part = whole.new_empty(share)
-    work = _reduce_scatter_flat(part, whole, group=axis.group, async_op=True)
-    return Pending(lambda: part.movedim(0, dim), [work])
+    start = partial(_reduce_scatter_flat, part, whole, group=axis.group, async_op=True)
+    return Pending(lambda: part.movedim(0, dim), _issue("reduce_scatter", axis, [whole], start))
 
 
 def _sum_in_order(parts: Tensor) -> Tensor:
@@ -108,15 +128,12 @@ def start_all_to_all(
     if axis.size == 1:
         return Pending.done(x)
     x = x.contiguous()
-    if send_counts is None or receive_counts is None:
+    receive, send = (None if counts is None else list(counts) for counts in (receive_counts, send_counts))
+    if receive is None or send is None:
         axis.part(x.shape[0])
-        received = torch.empty_like(x)
-        work = dist.all_to_all_single(received, x, group=axis.group, async_op=True)
-    else:
-        received = x.new_empty((sum(receive_counts), *x.shape[1:]))
-        counts = (list(receive_counts), list(send_counts))
-        work = dist.all_to_all_single(received, x, *counts, group=axis.group, async_op=True)
-    return Pending(lambda: received, [work])
+    received = x.new_empty((x.shape[0] if receive is None else sum(receive), *x.shape[1:]))
+    start = partial(dist.all_to_all_single, received, x, receive, send, group=axis.group, async_op=True)
+    return Pending(lambda: received, _issue("all_to_all", axis, [x], start))
 
 
 def ring_shift(tensors: Sequence[Tensor], axis: Axis) -> Pending[list[Tensor]]:
@@ -131,17 +148,17 @@ def ring_shift(tensors: Sequence[Tensor], axis: Axis) -> Pending[list[Tensor]]:
     received = [torch.empty_like(tensor) for tensor in sent]
     ops = [dist.P2POp(dist.isend, x, following, axis.group, tag=i) for i, x in enumerate(sent)]
     ops += [dist.P2POp(dist.irecv, x, before, axis.group, tag=i) for i, x in enumerate(received)]
-    works = dist.batch_isend_irecv(ops)
+    flight = _issue("ring_shift", axis, sent, partial(dist.batch_isend_irecv, ops))
 
     def finish(sent: list[Tensor] = sent) -> list[Tensor]:  # held here, since `sent` must outlive the transfer
         return received
 
-    return Pending(finish, works)
+    return Pending(finish, flight)
 
 
 def start_broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Pending[Tensor]:
     """Every rank gets the x of rank `source` of the axis. x must be contiguous: it is overwritten elsewhere."""
     if axis.size == 1:
         return Pending.done(x)
-    work = dist.broadcast(x, axis.ranks[source], group=axis.group, async_op=True)
-    return Pending(lambda: x, [work])
+    start = partial(dist.broadcast, x, axis.ranks[source], group=axis.group, async_op=True)
+    return Pending(lambda: x, _issue("broadcast", axis, [x], start))

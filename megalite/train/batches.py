@@ -6,7 +6,7 @@ part, and what a model must beat. All are pure functions of (seed, sample number
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from megalite.mesh import Axis, Mesh
 from megalite.models.config import GPTConfig
 from megalite.models.microbatch import Microbatch, VectorMicrobatch
 from megalite.train.config import Config
+from megalite.train.spans import Span, span_at, spans_of
 
 Int64s = npt.NDArray[np.int64]
 Batch = list[Microbatch] | list[VectorMicrobatch]
@@ -32,32 +33,34 @@ FIRST_VALIDATION_VECTOR = 1 << 62  # vectors are endless: those that training ne
 class Share:
     """Which sample numbers this data rank reads, and where its tensors go."""
 
-    config: Config
+    spans: Sequence[Span]
+    micro_batch_size: int | None
     dp: Axis
     device: str
 
-    def numbers(self, samples_consumed: int) -> Int64s:
-        """This rank's part of the global batch after so many samples: (microbatches, micro_batch_size)."""
-        assert self.config.micro_batch_size is not None, "check() fills it in"
+    def numbers(self, samples_consumed: int, batch: int) -> Int64s:
+        """This rank's part of a global batch of `batch` after so many samples: (microbatches, micro_batch_size)."""
         return shard(
             samples_consumed,
-            global_batch_size=self.config.global_batch_size,
-            micro_batch_size=self.config.micro_batch_size,
+            global_batch_size=batch,
+            micro_batch_size=self.micro_batch_size or batch // self.dp.size,
             dp_size=self.dp.size,
             dp_rank=self.dp.rank,
         )
 
     def training(self, step: int) -> Int64s:
         """Those of a step, from 1."""
-        return self.numbers((step - 1) * self.config.global_batch_size)
+        span = span_at(self.spans, step)
+        return self.numbers(span.samples_consumed(step), span.global_batch_size)
 
     def validation(self, count: int) -> Iterator[Int64s]:
         """Places 0, 1, ... of a validation set of `count`, batch by batch; -1 in those past its end.
 
         Every rank gets equally many batches of equal shape, so that none waits for another in a collective.
         """
-        for start in range(0, count, self.config.global_batch_size):
-            numbers = self.numbers(start)
+        batch = self.spans[-1].global_batch_size
+        for start in range(0, count, batch):
+            numbers = self.numbers(start, batch)
             yield np.where(numbers < count, numbers, -1)
 
     def place(self, array: npt.NDArray[np.generic], dtype: torch.dtype = torch.int64) -> Tensor:
@@ -152,7 +155,7 @@ def start_count(batch: Batch, *, mesh: Mesh, device: str) -> Pending[Tensor]:
 
 def open_batches(config: Config, *, dp: Axis, device: str, cache_dir: Path) -> TokenBatches | VectorBatches:
     """The data that the model of this configuration learns from. Raises DataError as `TokenBatches` does."""
-    share = Share(config, dp, device)
+    share = Share(spans_of(config), config.micro_batch_size, dp, device)
     if isinstance(config.model, GPTConfig):
         return TokenBatches(config, share, cache_dir)
     return VectorBatches(config, share)

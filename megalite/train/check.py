@@ -11,27 +11,29 @@ from typing import Any
 
 from megalite.mesh import Layout
 from megalite.models.config import MLPConfig, divisors
-from megalite.train.config import Config, PipelineConfig
+from megalite.train.config import Config, PipelineConfig, ProfileConfig
+from megalite.train.spans import RAMPED, spans_of
 from megalite.train.strict import flatten
 
 POSITIVE = (
-    *("seq_len", "global_batch_size", "micro_batch_size", "steps", "stop_after", "threads"),
-    *("layout.dp", "timeout_seconds", "optim.max_norm", "optim.eps", "loss.chunk_tokens", "eval.sequences"),
+    *("seq_len", "global_batch_size", "micro_batch_size", "steps", "stop_after", "layout.dp", "log.every"),
+    *("cluster.threads", "cluster.timeout_seconds", "cluster.peak_tflops"),
+    *("optim.max_norm", "optim.eps", "loss.chunk_tokens", "eval.sequences"),
 )
 NOT_NEGATIVE = (
-    *("seed", "eval.every", "loss.z_loss"),
-    *("optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.weight_decay"),
+    *("seed", "eval.every", "loss.z_loss", "data.validation_period", "data.prefetch", "log.ranks_every"),
+    *("optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.decay_steps", "optim.weight_decay"),
 )
 
-MOST = {"seed": 2**63 - 1, "threads": 4096, "timeout_seconds": 2**31 - 1}
-"""Keys with a bound of their own: 64 bits are drawn from a seed; no machine has more cores; 68 years."""
+MOST = {"seed": 2**63 - 1, "cluster.threads": 4096, "cluster.timeout_seconds": 10**6, "data.prefetch": 1024}
+"""Keys with a bound of their own: 64 bits are drawn from a seed; no machine has more cores; eleven days; memory."""
 MOST_OF_A_WHOLE_NUMBER = 2**31 - 1
 MOST_PARAMETERS = 10**15
 """Beyond it a tensor's size no longer fits a machine's word; no computer holds a hundredth of it."""
 
 
 def check(config: Config, world_size: int) -> Config:
-    """The same configuration with layout.dp, layout.sequence_parallel and micro_batch_size filled in for these ranks.
+    """The same configuration with layout.dp and layout.sequence_parallel filled in for these ranks.
 
     Raises ValueError for what is not built yet, for values out of range and for sizes that do not go together.
     """
@@ -43,13 +45,14 @@ def check(config: Config, world_size: int) -> Config:
     layout = config.layout.fit(world_size)
     sequence_parallel = config.layout.sequence_parallel
     if sequence_parallel is None:
-        sequence_parallel = layout.tp > 1 and not isinstance(config.model, MLPConfig)
-    config.model.validate_cut(layout.tp, sequence_parallel=sequence_parallel, seq_len=config.seq_len)
-    return replace(
-        config,
-        layout=replace(config.layout, dp=layout.dp, sequence_parallel=sequence_parallel),
-        micro_batch_size=_micro_batch_size(config, layout),
-    )
+        sequence_parallel = layout.tp > 1 and not is_mlp(config)
+    _check_ramps(config)
+    for span in spans_of(config):
+        config.model.validate_cut(layout.tp, sequence_parallel=sequence_parallel, seq_len=span.seq_len)
+        _check_batch(span.global_batch_size, config.micro_batch_size, layout)
+    _check_data(config)
+    _check_profile(config.profile, layout, steps=config.last_step)
+    return replace(config, layout=replace(config.layout, dp=layout.dp, sequence_parallel=sequence_parallel))
 
 
 def _refuse_unbuilt(config: Config) -> None:
@@ -61,7 +64,7 @@ def _refuse_unbuilt(config: Config) -> None:
         value = getattr(getattr(config, group), name)
         if value != legal:
             raise ValueError(f"{key}={value} is not built yet; take {key}={legal}")
-    if config.precision == "fp16":
+    if config.precision.compute == "fp16":
         raise ValueError(
             "precision=fp16 is not built yet: its range needs a dynamic loss scale; take precision=bf16, fp32 or fp64"
         )
@@ -96,39 +99,84 @@ def _check_ranges(config: Config) -> None:
         raise ValueError(f"optim.min_lr={optim.min_lr} is above optim.lr={optim.lr}; take at most {optim.lr}")
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         raise ValueError(f"optim.betas={optim.betas} must be two numbers, each in [0, 1)")
+    if optim.decay_steps is not None and optim.schedule != "wsd":
+        raise ValueError(
+            f"optim.decay_steps={optim.decay_steps} does nothing with optim.schedule={optim.schedule}; take wsd"
+        )
     if config.stop_after is not None and config.stop_after > config.steps:
         raise ValueError(f"stop_after={config.stop_after} is beyond steps={config.steps}; take at most {config.steps}")
-    if isinstance(config.model, MLPConfig):
+    if is_mlp(config):
         _refuse_without_tokens(config)
 
 
 def _refuse_without_tokens(config: Config) -> None:
     """The deep MLP has vectors where a language model has tokens: what speaks of tokens would be ignored in silence."""
     defaults = Config()
-    named = [f"{group}.{f.name}" for group in ("loss", "data") for f in fields(getattr(config, group))]
-    for key in (*named, "recompute"):
+    data = (f"data.{f.name}" for f in fields(config.data) if f.name != "prefetch")
+    for key in (*(f"loss.{f.name}" for f in fields(config.loss)), *data, "recompute", "seq_len_ramp"):
         if _at(config, key) != _at(defaults, key):
             raise ValueError(f"{key}={_at(config, key)} does nothing with model=mlp; leave it out")
     if config.layout.sequence_parallel:
         raise ValueError("layout.sequence_parallel=true does nothing with model=mlp; leave it out")
 
 
-def _micro_batch_size(config: Config, layout: Layout) -> int:
-    batch, micro = config.global_batch_size, config.micro_batch_size
+def _check_ramps(config: Config) -> None:
+    """A ramp is [[step, value], ...] with steps that rise from 2 on; a phase's from_step likewise."""
+    for key in (f"{name}_ramp" for name in RAMPED):
+        ramp = _at(config, key)
+        for place, entry in enumerate(ramp):
+            if len(entry) != 2 or entry[1] < 1:
+                raise ValueError(f"{key}[{place}]={entry} must be [step, value] with a value of at least 1")
+        _check_steps(key, "step", [step for step, _ in ramp], config.steps)
+    _check_steps("data.phases", "from_step", [phase.from_step for phase in config.data.phases], config.steps)
+
+
+def _check_steps(key: str, name: str, found: list[int], steps: int) -> None:
+    least = 2
+    for place, step in enumerate(found):
+        if not least <= step <= steps:
+            raise ValueError(f"{key}[{place}]: {name}={step} must lie from {least} to steps={steps}, in rising order")
+        least = step + 1
+
+
+def _check_batch(batch: int, micro: int | None, layout: Layout) -> None:
     if batch % layout.dp:
         raise ValueError(
             f"global_batch_size={batch} cannot be dealt over layout.dp={layout.dp}; "
             f"take a multiple of {layout.dp}, or layout.dp from {divisors(batch)}"
         )
     share = batch // layout.dp
-    if micro is None:
-        return share
-    if share % micro:
+    if micro is not None and share % micro:
         raise ValueError(
             f"global_batch_size={batch} is not a multiple of layout.dp x micro_batch_size = {layout.dp} x {micro} = "
             f"{layout.dp * micro}; take micro_batch_size from {divisors(share)}"
         )
-    return micro
+
+
+def _check_data(config: Config) -> None:
+    data = config.data
+    for place, phase in enumerate(data.phases):
+        if not phase.paths:
+            raise ValueError(f"data.phases[{place}].paths=[] names no source; take at least one")
+    if data.validation_period == 1:
+        raise ValueError("data.validation_period=1 keeps everything for evaluation; take 2 or more, or 0 for nothing")
+    if config.eval.every and not data.validation_period and not data.validation_paths and not is_mlp(config):
+        raise ValueError(
+            f"eval.every={config.eval.every} has nothing to read with data.validation_period=0; "
+            "take a period of 2 or more, or give data.validation_paths"
+        )
+
+
+def _check_profile(profile: ProfileConfig, layout: Layout, *, steps: int) -> None:
+    if profile.steps and not (len(profile.steps) == 2 and 1 <= profile.steps[0] <= profile.steps[1] <= steps):
+        raise ValueError(f"profile.steps={profile.steps} must be [first, last], within 1 to {steps}")
+    for rank in profile.ranks if profile.steps else []:
+        if not 0 <= rank < layout.world_size:
+            raise ValueError(f"profile.ranks={profile.ranks}: rank {rank} is none of 0 to {layout.world_size - 1}")
+
+
+def is_mlp(config: Config) -> bool:
+    return isinstance(config.model, MLPConfig)
 
 
 def _at(config: Any, key: str) -> Any:

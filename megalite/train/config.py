@@ -56,8 +56,10 @@ class PipelineConfig:
 class OptimConfig:
     """The optimizer and its learning rate.
 
-    lr is reached after warmup_steps, from min_lr on; then it is kept (constant) or comes down to min_lr at the last
-    step (linear, cosine). min_lr: null = a tenth of lr.
+    lr is reached after warmup_steps, from min_lr on; then it is kept (constant), or comes down to min_lr at the last
+    step: all the way (linear, cosine), or in the last decay_steps alone (wsd: warm-up, stable, decay).
+    min_lr: null = a tenth of lr. decay_steps: null = a tenth of steps. decay_shape: of wsd's decay; sqrt is
+    1 - sqrt(progress).
     betas, eps: AdamW's; betas[0] is SGD's momentum.
     weight_decay: on matrices, not on norms and biases.
     max_norm: larger gradients are scaled down to this norm; null never does.
@@ -67,7 +69,9 @@ class OptimConfig:
     lr: float = 3e-3
     min_lr: float | None = None
     warmup_steps: int = 20
-    schedule: str = one_of("cosine", "linear", "constant")
+    schedule: str = one_of("cosine", "linear", "constant", "wsd")
+    decay_steps: int | None = None
+    decay_shape: str = one_of("sqrt", "linear", "cosine")
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.1
@@ -93,14 +97,49 @@ class LossConfig:
 
 
 @dataclass
-class DataConfig:
-    """What is read. paths: text files, read as bytes; empty = the source of Python's own standard library.
+class PrecisionConfig:
+    """The arithmetic of weights and activations; half precision keeps its master weights and gradients in fp32."""
 
+    compute: str = one_of("fp32", "bf16", "fp16", "fp64")
+
+
+@dataclass
+class PhaseConfig:
+    """What is read from a step on, in place of what was read before: data that changes or grows during training.
+
+    paths, weights: as data.paths and data.weights. A source that was read before goes on where it stood.
+    """
+
+    from_step: int
+    paths: list[str]
+    weights: list[float] | None = None
+
+
+@dataclass
+class DataConfig:
+    """What is read.
+
+    paths: token files (PREFIX.bin beside PREFIX.idx, Megatron's format; `python -m megalite.data` writes them; either
+    name, or PREFIX alone) and text files, read as bytes; empty = the source of Python's own standard library.
     weights: one a path, on any scale: how much of each is read, 0 for none; null = in proportion to their sizes.
+    phases: later data; each phase holds from its from_step until the next.
+    validation_paths: read whole for evaluation, and all of `paths` for training; empty = every validation_period-th
+    chunk of each source is kept for evaluation.
+    documents: join lets attention see across the ends of documents in a sequence; separate does not, and takes the
+    first token of each document, which nothing before it could tell, out of the loss.
+    fingerprints: of the sources in the order in which they are named, as the header prints and config.yaml keeps them;
+    a source that has another one is refused. null = whatever is there.
+    prefetch: batches that are read ahead in a background thread; 0 reads in the training loop.
     """
 
     paths: list[str] = field(default_factory=list)
     weights: list[float] | None = None
+    phases: list[PhaseConfig] = field(default_factory=list)
+    validation_paths: list[str] = field(default_factory=list)
+    validation_period: int = 20
+    documents: str = one_of("join", "separate")
+    fingerprints: list[str] | None = None
+    prefetch: int = 2
 
 
 @dataclass
@@ -119,24 +158,71 @@ class EvalConfig:
 
 
 @dataclass
+class LogConfig:
+    """What is shown and written; rank 0 does both.
+
+    every: steps from one line to the next (metrics.jsonl and metrics.csv have every step).
+    display: rich draws a progress bar and a live line, plain prints lines; auto = rich on a terminal.
+    ranks_every: steps from one look at every rank's step and wait times to the next; 0 = never.
+    tensorboard: also write event files into out_dir/tensorboard (extra tb). wandb: also send to Weights & Biases
+    (extra wandb), under wandb_project.
+    """
+
+    every: int = 1
+    display: str = one_of("auto", "rich", "plain")
+    ranks_every: int = 20
+    tensorboard: bool = False
+    wandb: bool = False
+    wandb_project: str = "megalite"
+
+
+@dataclass
+class ProfileConfig:
+    """steps: [first, last] are recorded, [] none: a Chrome trace for each of `ranks`, into out_dir/profile.
+
+    memory: also what is held when, by kind, drawn as PNG (extra plot).
+    """
+
+    steps: list[int] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=lambda: [0])
+    memory: bool = True
+
+
+@dataclass
+class ClusterConfig:
+    """The machines.
+
+    device, backend: auto = a GPU where there is one, and NCCL where each local rank has one to itself.
+    threads: of each rank on the CPU; null = its share of the cores.
+    timeout_seconds: how long a rank waits in a collective for the others before the job ends as hung.
+    peak_tflops: of one rank's device at the precision in use, for mfu; null = what is known of the GPU.
+    """
+
+    device: str = one_of("auto", "cpu", "cuda")
+    backend: str = one_of("auto", "gloo", "nccl")
+    threads: int | None = None
+    timeout_seconds: float = 600.0
+    peak_tflops: float | None = None
+
+
+@dataclass
 class Config:
     """A whole run.
 
     seq_len: tokens in a sequence. global_batch_size: sequences in a step, over all ranks.
+    seq_len_ramp, global_batch_size_ramp: [[step, value], ...]: from that step on this value, until the next.
     micro_batch_size: sequences in one pass of one rank; null = as many as the batch gives it.
     steps: length of the learning-rate schedule. stop_after: end after so many of them; null = after all.
-    precision: of the arithmetic.
     recompute: none keeps all activations; full keeps a layer's input alone and computes the rest again in backward;
     selective does so for recompute_ops only. In every recompute_every-th layer.
     out_dir: where all ranks of the run write.
     verify: check in the first step that gradients agree where the layout says they must.
-    device, backend: auto = a GPU where there is one, and NCCL where each local rank has its own.
-    threads: of each rank on the CPU; null = its share of the cores.
-    timeout_seconds: how long a collective waits for the other ranks.
     """
 
     model: GPTConfig | MLPConfig = field(default_factory=GPTConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -144,29 +230,27 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     seq_len: int = 128
+    seq_len_ramp: list[list[int]] = field(default_factory=list)
     global_batch_size: int = 16
+    global_batch_size_ramp: list[list[int]] = field(default_factory=list)
     micro_batch_size: int | None = None
     steps: int = 200
     stop_after: int | None = None
     seed: int = 0
-    precision: str = one_of("fp32", "bf16", "fp16", "fp64")
     recompute: str = one_of("none", "selective", "full")
     recompute_ops: list[str] = field(default_factory=list)
     recompute_every: int = 1
     out_dir: str = "runs/default"
     verify: bool = True
 
-    device: str = one_of("auto", "cpu", "cuda")
-    backend: str = one_of("auto", "gloo", "nccl")
-    threads: int | None = None
-    timeout_seconds: float = 600.0
-
     @property
     def dtype(self) -> str:
         """The name that torch has for the precision."""
-        return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}[self.precision]
+        return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}[self.precision.compute]
 
     @property
     def last_step(self) -> int:
@@ -177,11 +261,6 @@ class Config:
         """Whether the validation loss is taken after this step."""
         every = self.eval.every
         return every > 0 and (step % every == 0 or step == self.last_step)
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens in a step over all ranks; for a model without sequences, samples."""
-        return self.global_batch_size * (self.seq_len if isinstance(self.model, GPTConfig) else 1)
 
 
 def schema() -> dict[str, Any]:

@@ -169,7 +169,7 @@ class Launcher:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         world = self.world(config)
-        with self.process_group(world, config.timeout_seconds):
+        with self.process_group(world, config.cluster.timeout_seconds):
             self.main(config, world)
 
     def world(self, config: Config) -> World:
@@ -179,7 +179,7 @@ class Launcher:
         from megalite.data import default_cache_dir
 
         place = self.place
-        threads = config.threads or place.omp_threads or max(1, _cores() // place.local_size)
+        threads = config.cluster.threads or place.omp_threads or max(1, _cores() // place.local_size)
         torch.set_num_threads(threads)
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         device, backend = choose_device(config, place, gpus=gpus)
@@ -229,17 +229,18 @@ def choose_device(config: Config, place: Place, *, gpus: int) -> tuple[str, str]
 
     Several ranks may share a GPU over Gloo. Raises ConfigError for what is asked for and not there.
     """
-    if config.device == "cuda" and not gpus:
-        raise ConfigError(f"device=cuda needs a GPU, and rank {place.rank} sees none; take device=cpu")
-    on_gpu = config.device != "cpu" and gpus > 0
+    cluster = config.cluster
+    if cluster.device == "cuda" and not gpus:
+        raise ConfigError(f"cluster.device=cuda needs a GPU, and rank {place.rank} sees none; take cluster.device=cpu")
+    on_gpu = cluster.device != "cpu" and gpus > 0
     own = on_gpu and place.local_size <= gpus
-    if config.backend == "nccl" and not own:
+    if cluster.backend == "nccl" and not own:
         raise ConfigError(
-            f"backend=nccl needs a GPU for each of the {place.local_size} local ranks, and device={config.device} "
-            f"gives them {gpus if on_gpu else 0}; take backend=gloo"
+            f"cluster.backend=nccl needs a GPU for each of the {place.local_size} local ranks, and "
+            f"cluster.device={cluster.device} gives them {gpus if on_gpu else 0}; take cluster.backend=gloo"
         )
     device = f"cuda:{place.local_rank % gpus}" if on_gpu else "cpu"
-    return device, ("nccl" if own else "gloo") if config.backend == "auto" else config.backend
+    return device, ("nccl" if own else "gloo") if cluster.backend == "auto" else cluster.backend
 
 
 def home_or_stand_in() -> Path:

@@ -25,6 +25,7 @@ from megalite.data import Baselines
 from megalite.mesh import Layout
 from megalite.models.config import GPTConfig
 from megalite.train.config import Config
+from megalite.train.spans import spans_of
 
 SHOWN_GROUPS = 4  # of ranks along an axis, in the header
 SUMMARY_STEPS = 20
@@ -38,6 +39,7 @@ class Log:
 
     def __init__(self, config: Config, *, rank: int, layout: Layout, where: str) -> None:
         self.config, self.layout, self.where = config, layout, where
+        self.spans = spans_of(config)
         self.speaks = rank == 0
         self.file: TextIO | None = None
         self.losses: list[float] = []
@@ -79,7 +81,7 @@ class Log:
 
     def tokens_per_second(self) -> float:
         """Over all ranks, since the last `step` (or the header) ended: to be asked when the step's work is done."""
-        return self.config.tokens_per_step / max(time.perf_counter() - self.since, 1e-9)
+        return self.spans[0].tokens_per_step / max(time.perf_counter() - self.since, 1e-9)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step's line and row."""
@@ -134,7 +136,7 @@ def describe_model(config: Config) -> str:
     shape = f"{model.num_hidden_layers} layers, hidden {model.hidden_size}"
     if isinstance(model, GPTConfig):
         shape += f", {model.num_attention_heads} heads, vocabulary {model.vocab_size}"
-    return f"{model.model_type}: {shape}; {model.parameter_count():,} parameters in {config.precision}"
+    return f"{model.model_type}: {shape}; {model.parameter_count():,} parameters in {config.precision.compute}"
 
 
 def describe_layout(config: Config, layout: Layout) -> list[str]:
@@ -153,12 +155,14 @@ def describe_layout(config: Config, layout: Layout) -> list[str]:
 
 
 def describe_batch(config: Config) -> str:
-    assert config.layout.dp is not None and config.micro_batch_size is not None, "check() fills them in"
-    microbatches = config.global_batch_size // (config.layout.dp * config.micro_batch_size)
-    each = f"{config.layout.dp} data ranks x {microbatches} micro-batches x {config.micro_batch_size}"
-    if not isinstance(config.model, GPTConfig):
-        return f"{config.global_batch_size} vectors a step: {each}"
-    of = f"{config.global_batch_size} sequences x {config.seq_len} = {config.tokens_per_step:,} tokens a step"
+    assert config.layout.dp is not None, "check() fills it in"
+    span = spans_of(config)[0]
+    micro = config.micro_batch_size or span.global_batch_size // config.layout.dp
+    microbatches = span.global_batch_size // (config.layout.dp * micro)
+    each = f"{config.layout.dp} data ranks x {microbatches} micro-batches x {micro}"
+    if not span.has_sequences:
+        return f"{span.global_batch_size} vectors a step: {each}"
+    of = f"{span.global_batch_size} sequences x {span.seq_len} = {span.tokens_per_step:,} tokens a step"
     return f"{of}: {each} sequences"
 
 

@@ -39,18 +39,32 @@ def optimizer(config: OptimConfig) -> OptimizerFactory:
 def learning_rate(config: OptimConfig, step: int, *, steps: int) -> float:
     """The learning rate of a step, from 1 to `steps`: a pure function, so a resumed run has the straight run's.
 
-    Warm-up is the line from min_lr before the first step to lr at step warmup_steps. From there to the last step
-    it stays (constant), or goes from lr to min_lr along a line (linear) or half a cosine (cosine, arXiv:1608.03983).
+    Warm-up is the line from min_lr before the first step to lr at step warmup_steps. From there on it stays (constant),
+    or comes down to min_lr at the last step: along a line (linear), half a cosine (cosine, arXiv:1608.03983), or, in
+    the last decay_steps alone, along decay_shape (wsd: arXiv:2404.06395; its sqrt is 1 - sqrt, arXiv:2405.18392).
     Always within [min_lr, lr], and above 0 at the first step unless lr is 0, whatever the edges: a warm-up as long as
-    the run never decays, a run of one step without warm-up takes lr. min_lr: null is a tenth of lr.
+    the run never decays, a run of one step without warm-up takes lr, and a decay begins where warm-up ends at the
+    earliest.
     """
     low, high = config.lowest_lr, config.lr
     if step < config.warmup_steps:
         return low + (high - low) * step / config.warmup_steps
-    peak = max(config.warmup_steps, 1)
-    progress = min((step - peak) / max(steps - peak, 1), 1.0)
-    fallen = {"constant": 0.0, "linear": progress, "cosine": (1 - math.cos(math.pi * progress)) / 2}
-    return high - (high - low) * fallen[config.schedule]
+    start = max(config.warmup_steps, 1)
+    shape = config.schedule
+    if shape == "wsd":
+        decay_steps = max(steps // 10, 1) if config.decay_steps is None else config.decay_steps
+        start, shape = max(start, steps - decay_steps), config.decay_shape
+    progress = min(max(step - start, 0) / max(steps - start, 1), 1.0)
+    return high - (high - low) * FALLEN[shape](progress)
+
+
+FALLEN: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 0.0,
+    "linear": lambda progress: progress,
+    "cosine": lambda progress: (1 - math.cos(math.pi * progress)) / 2,
+    "sqrt": math.sqrt,
+}
+"""How far the learning rate has come down from lr to min_lr, both in [0, 1]."""
 
 
 def _fusible(groups: Sequence[dict[str, Any]]) -> bool:

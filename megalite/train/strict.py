@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -37,7 +37,8 @@ def build(kind: Any, value: Any, key: str = "") -> Any:
     if origin is list:
         if not isinstance(value, list | tuple):
             raise ValueError(f"{key}={_show(value)} must be a list, such as {key}=[...]")
-        return [build(get_args(kind)[0], entry, f"{key}[{place}]") for place, entry in enumerate(value)]
+        entries = enumerate(_with_defaults(get_args(kind)[0], entry) for entry in value)
+        return [build(get_args(kind)[0], entry, f"{key}[{place}]") for place, entry in entries]
     return _build_scalar(kind, value, key)
 
 
@@ -93,10 +94,17 @@ def _build_dataclass(kind: Any, values: Any, key: str) -> Any:
             raise ValueError(unknown_key(f"{dot}{name}", (f"{dot}{known}" for known in hints)))
     for name in hints:
         if name not in values:
-            raise ValueError(f"{dot}{name} was taken out of the configuration; leave it there and set its value")
+            raise ValueError(f"{dot}{name} is missing; give it a value")
     built = kind(**{name: build(hints[name], values[name], f"{dot}{name}") for name in hints})
     check_choices(built, key)
     return built
+
+
+def _with_defaults(kind: Any, entry: Any) -> Any:
+    """Hydra has no schema to fill an entry of a list from: its fields' defaults are filled in here."""
+    if not (is_dataclass(kind) and isinstance(entry, dict)):
+        return entry
+    return {f.name: f.default for f in fields(kind) if f.default is not MISSING} | entry
 
 
 def _build_scalar(kind: Any, value: Any, key: str) -> Any:
