@@ -18,18 +18,18 @@ CONFIGS = ROOT / "configs"
 
 
 @functools.cache
-def preset(model: str) -> dict[str, Any]:
-    """configs/train.yaml with model=<preset>, composed by Hydra, as plain values. Not to be changed: it is shared."""
+def choosing(*choices: str) -> dict[str, Any]:
+    """configs/train.yaml with <group>=<choice>, composed by Hydra, as plain values. Not to be changed: it is shared."""
     register(rank=0)
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        values = OmegaConf.to_container(compose("train", [f"model={model}"]))
+        values = OmegaConf.to_container(compose("train", list(choices)))
     assert isinstance(values, dict)
     return values
 
 
 def composed(*overrides: str, model: str = "gpt-tiny") -> dict[str, Any]:
     """The same under overrides, whose values Hydra parses; to compose anew would take it a fifth of a second each."""
-    values = deepcopy(preset(model))
+    values = deepcopy(choosing(f"model={model}"))
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         *groups, name = override.key_or_group.split(".")
         node = functools.reduce(lambda inner, group: inner[group], groups, values)

@@ -11,7 +11,7 @@ import torch
 from megalite.train.config import OptimConfig
 from megalite.train.optim import learning_rate, optimizer
 
-SCHEDULES = ("constant", "linear", "cosine")
+SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 
 def rates(config: OptimConfig, steps: int) -> list[float]:
@@ -45,6 +45,34 @@ def test_a_lowest_rate_that_is_not_set_is_a_tenth_of_the_peak():
     found = rates(OptimConfig(lr=0.5, warmup_steps=0, schedule="linear"), 12)
     assert found == rates(OptimConfig(lr=0.5, min_lr=0.05, warmup_steps=0, schedule="linear"), 12)
     assert found[-1] == pytest.approx(0.05, rel=1e-15)
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "sqrt"])
+def test_wsd_is_stable_until_its_last_steps_and_ends_at_the_lowest_rate(shape):
+    config = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=3, schedule="wsd", decay_steps=4, decay_shape=shape)
+    found = rates(config, 12)
+    assert found[2:8] == [1.0] * 6
+    assert all(before > after for before, after in itertools.pairwise(found[7:]))
+    assert found[-1] == pytest.approx(0.1, rel=1e-15)
+    half_way = {"linear": 0.55, "cosine": 0.55, "sqrt": 1 - 0.9 * math.sqrt(0.5)}
+    assert found[9] == pytest.approx(half_way[shape], rel=1e-15)
+
+
+def test_a_stable_run_can_be_prolonged_without_a_change_to_what_it_was():
+    """What WSD is for: up to the decay, a longer run's rates are the shorter one's."""
+    config = OptimConfig(lr=1.0, warmup_steps=2, schedule="wsd", decay_steps=3)
+    assert rates(config, 10)[:7] == rates(config, 20)[:7]
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "sqrt"])
+@pytest.mark.parametrize("decay_steps", [None, 0, 1, 12, 50])
+def test_wsd_holds_its_bounds_for_any_length_of_decay(shape, decay_steps):
+    """No decay at all, one step, as long as the run, longer: it begins at the peak at the earliest."""
+    options = {"schedule": "wsd", "decay_steps": decay_steps, "decay_shape": shape}
+    found = rates(OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=2, **options), 12)
+    assert found[1] == 1.0 and found[0] == pytest.approx(0.55)
+    assert min(found) >= 0.1 * (1 - 1e-15) and max(found) == 1.0
+    assert found[-1] == (1.0 if decay_steps == 0 else pytest.approx(0.1, rel=1e-15))
 
 
 def test_linear_and_cosine_meet_half_way_down():
