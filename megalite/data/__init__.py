@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from megalite.data.baselines import Baselines, baselines_of
 from megalite.data.corpus import default_cache_dir, open_sources, open_standard_library
+from megalite.data.indexed import Indexed, IndexedWriter, dtype_for, open_indexed
+from megalite.data.meta import Meta, fingerprint, read_meta, read_token_bytes, write_meta, write_token_bytes
 from megalite.data.samples import Batch, Samples, shard, validation_steps
 from megalite.data.source import DataError, Source, open_text, open_texts
 from megalite.data.split import Part, Split
@@ -21,18 +23,28 @@ __all__ = [
     "Baselines",
     "Batch",
     "DataError",
+    "Indexed",
+    "IndexedWriter",
+    "Meta",
     "Part",
     "Samples",
     "Source",
     "Split",
     "baselines_of",
     "default_cache_dir",
+    "dtype_for",
+    "fingerprint",
     "gaussian",
+    "open_indexed",
     "open_sources",
     "open_standard_library",
     "open_text",
     "open_texts",
+    "read_meta",
+    "read_token_bytes",
     "shard",
     "targets",
     "validation_steps",
+    "write_meta",
+    "write_token_bytes",
 ]
