@@ -88,6 +88,7 @@ MODELS: dict[str, GPTConfig | MLPConfig] = {
     "mlp": MLPConfig(hidden_size=16, num_hidden_layers=4, initializer_range=0.3),
     "mlp of three": MLPConfig(hidden_size=16, num_hidden_layers=3, initializer_range=0.3),
 }
+IN_DOCUMENTS = {"qwen2", "windows"}  # their tokens see their own document only
 PLAIN, MEAN = Recompute("none"), LossOptions()
 
 
@@ -136,8 +137,9 @@ class Record(NamedTuple):
     places: dict[str, Place]
 
 
-def global_batch(config: GPTConfig | MLPConfig, step: int) -> Microbatch | VectorMicrobatch:
+def global_batch(model: str, step: int) -> Microbatch | VectorMicrobatch:
     """The step's whole batch, a pure function of the step. Labels are left out unevenly, all of some sequences'."""
+    config = MODELS[model]
     generator = torch.Generator().manual_seed(step)
     ids = torch.arange(BATCH) + step * BATCH
     if isinstance(config, MLPConfig):
@@ -146,12 +148,15 @@ def global_batch(config: GPTConfig | MLPConfig, step: int) -> Microbatch | Vecto
     tokens, labels = torch.randint(config.vocab_size, (2, BATCH, SEQ), generator=generator)
     labels[torch.rand(BATCH, SEQ, generator=generator) < 0.3] = IGNORED
     labels[BATCH // 2 : BATCH // 2 + 2] = IGNORED  # all that one rank has at dp=4
-    return Microbatch(tokens, labels, torch.arange(SEQ), ids, step)
+    ends = torch.rand(BATCH, SEQ, generator=generator) < 0.2
+    documents = ends.cumsum(dim=1) if model in IN_DOCUMENTS else None
+    return Microbatch(tokens, labels, torch.arange(SEQ), ids, step, documents)
 
 
 def part(batch: Any, index: slice) -> Any:
     """Some of a batch's samples."""
-    cut = {name: value[index] for name, value in vars(batch).items() if name not in ("positions", "step")}
+    kept = ("positions", "step")
+    cut = {name: value[index] for name, value in vars(batch).items() if name not in kept and value is not None}
     return replace(batch, **cut)
 
 
@@ -177,14 +182,14 @@ def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 def train(row: Row) -> Record:
     """Three steps on one rank of the row's layout."""
-    mesh, config = Mesh.build(row.layout), MODELS[row.model]
+    mesh = Mesh.build(row.layout)
     model = build(row, mesh)
     zero = Zero(model, mesh, units=(Block,), optimizer=adamw, seed=SEED)
     logical = {name: (spec.valid_box(), *spec.logical(name)) for name, spec in param_specs(model).items()}
     places = {name: Place(valid, whole, box) for name, (valid, whole, _, box) in logical.items()}
     record = Record([], [], [], {}, places)
     for step in range(1, STEPS + 1):
-        batch = global_batch(config, step)
+        batch = global_batch(row.model, step)
         share = BATCH // (mesh.data().size * row.microbatches)
         total, store = torch.zeros((), dtype=torch.float64), WeightGradStore()
         zero.begin(microbatches=row.microbatches)

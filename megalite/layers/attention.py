@@ -104,9 +104,18 @@ class GroupedQueryAttention(nn.Module):
         self.out = RowParallelLinear(heads * head_dim, hidden, out_bias, tp=cut.tp, init=out_init, **options)
 
     def forward(
-        self, x: Tensor, *, rotary: tuple[Tensor, Tensor] | None = None, key: DropoutKey | None = None
+        self,
+        x: Tensor,
+        *,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        key: DropoutKey | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
-        """rotary: cos and sin of all positions of the sequence; key: with the whole sequence's positions."""
+        """rotary: cos and sin of all positions of the sequence; key: with the whole sequence's positions.
+
+        documents: (batch, seq) int64, the number of the document that each token belongs to; a query sees its own
+        document only. None = all tokens of a row are one document.
+        """
         q, k, v = self.qkv(x)
         if self.clip is not None:
             q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
@@ -114,14 +123,17 @@ class GroupedQueryAttention(nn.Module):
         k = k if self.k_norm is None else self.k_norm(k)
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        values = self.recompute.call("attention", self.layer, self._attend, q, k, v, key)
+        values = self.recompute.call("attention", self.layer, self._attend, q, k, v, key, documents)
         return self.out(_join_heads(values, sequence_first=sequence_first(x)))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, key: DropoutKey | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, key: DropoutKey | None, documents: Tensor | None) -> Tensor:
         """(batch, seq, heads, head_dim) each -> (batch, heads, seq, head_dim)."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         seq = q.shape[2]
-        mask = None if self.window is None or self.window >= seq else _visible(seq, self.window, q.device)
+        window = seq if self.window is None else self.window
+        mask = None
+        if window < seq or documents is not None:
+            mask = _visible(seq, window, q.device, documents)
         if self.implementation == "eager":
             return self._attend_eagerly(q, k, v, mask, key)
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
@@ -227,8 +239,11 @@ def _join_heads(values: Tensor, *, sequence_first: bool) -> Tensor:
     return rearrange(values, "b h s d -> b s (h d)")
 
 
-def _visible(seq: int, window: int, device: torch.device) -> Tensor:
-    """(seq, seq), True where query i sees key j: i - window < j <= i."""
+def _visible(seq: int, window: int, device: torch.device, documents: Tensor | None = None) -> Tensor:
+    """True where query i sees key j: i - window < j <= i, in one document. (seq, seq), or (batch, 1, seq, seq)."""
     at = torch.arange(seq, device=device)
     distance = at[:, None] - at[None, :]
-    return (distance >= 0) & (distance < window)
+    visible = (distance >= 0) & (distance < window)
+    if documents is None:
+        return visible
+    return visible & (documents[:, None, :, None] == documents[:, None, None, :])

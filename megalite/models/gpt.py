@@ -58,11 +58,13 @@ class BlockInputs:
     """What a Block reads beside its activations, made once per micro-batch.
 
     rotary: cos and sin of every position, or None. key: of the whole sequence; local_key: of this rank's tokens.
+    documents: (batch, seq), which tokens may see each other, or None for all.
     """
 
     rotary: tuple[Tensor, Tensor] | None
     key: DropoutKey
     local_key: DropoutKey
+    documents: Tensor | None = None
 
 
 class Block(nn.Module):
@@ -107,7 +109,7 @@ class Block(nn.Module):
         return x + dropout(y, self.pdrop if self.training else 0.0, key=inputs.local_key, layer=self.layer, site=site)
 
     def _attend(self, x: Tensor, inputs: BlockInputs) -> Tensor:
-        return self.attention(x, rotary=inputs.rotary, key=inputs.key)
+        return self.attention(x, rotary=inputs.rotary, key=inputs.key, documents=inputs.documents)
 
 
 class Head(ParallelModule):
@@ -214,7 +216,8 @@ class GPT(nn.Module):
         setting = self.setting
         key = DropoutKey(setting.seed, microbatch.step, microbatch.sample_ids, microbatch.positions)
         rotary = None if self.rotary is None else self.rotary(microbatch.positions, self.embedding.weight.dtype)
-        return BlockInputs(rotary, key, key.part(setting.tp) if setting.sequence_parallel else key)
+        local_key = key.part(setting.tp) if setting.sequence_parallel else key
+        return BlockInputs(rotary, key, local_key, microbatch.documents)
 
 
 def _attention(config: GPTConfig, layer: int, setting: Setting) -> GroupedQueryAttention:

@@ -20,7 +20,9 @@ class Microbatch:
 
     tokens: (batch, seq) int64. labels: (batch, seq) int64, tokens shifted by one before any cut, IGNORED where there is
     nothing to predict. positions: (seq,) int64, global. sample_ids: (batch,) int64, the place of each sequence in the
-    order of all samples, which dropout is drawn from. step: from 1. Raises ValueError where the shapes disagree.
+    order of all samples, which dropout is drawn from. step: from 1. documents: (batch, seq) int64, the number of the
+    document that each token belongs to, where tokens are to see their own document only; None where they see all that
+    come before. Raises ValueError where the shapes disagree.
     """
 
     tokens: Tensor
@@ -28,10 +30,12 @@ class Microbatch:
     positions: Tensor
     sample_ids: Tensor
     step: int
+    documents: Tensor | None = None
 
     def __post_init__(self) -> None:
         batch, seq = self.tokens.shape
         expected = {"labels": (batch, seq), "positions": (seq,), "sample_ids": (batch,)}
+        expected |= {} if self.documents is None else {"documents": (batch, seq)}
         for name, shape in expected.items():
             found = tuple(getattr(self, name).shape)
             if found != shape:

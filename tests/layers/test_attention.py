@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -56,6 +57,29 @@ def test_a_window_ends_the_influence_of_a_token():
     changed[:, 2] += 1
     moved = (model(x) != model(changed)).any(-1).any(0)
     assert moved.tolist() == [2 <= at < 5 for at in range(SEQ)]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_documents_in_one_row_are_what_each_is_alone(implementation, window):
+    """Rows are cut at different places, one in the middle of nothing; to 1e-12: the same sums under another mask."""
+    model, x = attention(window=window, implementation=implementation), draw(BATCH, SEQ, HIDDEN)
+    ends = [(4, 7), (1, 9), (SEQ, SEQ)]
+    documents = torch.tensor([[sum(at >= end for end in row) for at in range(SEQ)] for row in ends])
+    together = model(x, documents=documents)
+    for row, cuts in enumerate(ends):
+        for start, stop in itertools.pairwise(sorted({0, *cuts, SEQ})):
+            alone = model(x[row : row + 1, start:stop])
+            torch.testing.assert_close(together[row : row + 1, start:stop], alone, rtol=1e-12, atol=1e-12)
+
+
+def test_a_token_of_one_document_changes_no_other():
+    model, x = attention(), draw(BATCH, SEQ, HIDDEN)
+    documents = (torch.arange(SEQ) >= 4).long().expand(BATCH, SEQ)
+    changed = x.clone()
+    changed[:, 2] += 1
+    moved = (model(x, documents=documents) != model(changed, documents=documents)).any(-1).any(0)
+    assert moved.tolist() == [2 <= at < 4 for at in range(SEQ)]
 
 
 def test_a_clip_bounds_queries_keys_and_values():
