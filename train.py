@@ -8,12 +8,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megalite.train import launch
-
-if TYPE_CHECKING:
-    from megalite.train.config import Config
+from megalite.train.config import Config
 
 
 def main(config: Config, world: launch.World) -> None:
@@ -25,24 +21,28 @@ def main(config: Config, world: launch.World) -> None:
     from megalite.train.log import Log
     from megalite.train.model import build_model, build_zero
     from megalite.train.optim import learning_rate
+    from megalite.train.profile import Profile
 
     layout, device = config.layout.fit(world.size), world.device
     mesh = Mesh.build(layout)
     model = build_model(config, mesh=mesh)
     batches = open_batches(config, dp=mesh.dp, device=device, cache_dir=world.cache_dir)
     zero, patience = build_zero(config, model, mesh=mesh, device=device), Patience()
-
-    with Log(config, rank=world.rank, layout=layout, where=world.describe()) as log:
+    profile = Profile(config, rank=world.rank, zero=zero, model=model)
+    with Log(config, rank=world.rank, layout=layout, where=world.describe()) as log, profile:
         log.header(data=batches.describe(), baselines=batches.baselines)
         for step in range(1, config.last_step + 1):
+            profile.at(step)
             batch = batches.training(step)
             count = start_count(batch, mesh=mesh, device=device)
             zero.lr = learning_rate(config.optim, step, steps=config.steps)
             zero.begin(microbatches=len(batch))
             losses = []
-            for microbatch in batch:
-                loss = model(None, microbatch) / count.wait()
-                loss.backward()
+            for number, microbatch in enumerate(batch):
+                with profile.range(f"F{number}"):
+                    loss = model(None, microbatch) / count.wait()
+                with profile.range(f"BW{number}"):
+                    loss.backward()
                 losses.append(loss.detach().double())
             grad_norm = zero.step(max_norm=config.optim.max_norm)
             loss = start_all_reduce(sum(losses), mesh.data()).wait()
