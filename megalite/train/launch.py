@@ -94,6 +94,7 @@ class World:
     """What main is told about where it runs.
 
     device: cpu, or cuda:<local rank>. threads: of this rank, on the CPU. cache_dir: for what many runs share.
+    local_size: how many ranks share this machine.
     """
 
     rank: int
@@ -102,6 +103,7 @@ class World:
     backend: str
     threads: int
     cache_dir: Path
+    local_size: int = 1
 
     def describe(self) -> str:
         """One line for the run's header."""
@@ -185,9 +187,8 @@ class Launcher:
         device, backend = choose_device(config, place, gpus=gpus)
         if device != "cpu":
             torch.cuda.set_device(device)
-        return World(
-            place.rank, place.size, device, backend, threads, default_cache_dir(os.environ, home_or_stand_in())
-        )
+        cache_dir = default_cache_dir(os.environ, home_or_stand_in())
+        return World(place.rank, place.size, device, backend, threads, cache_dir, place.local_size)
 
     @contextmanager
     def process_group(self, world: World, timeout_seconds: float) -> Iterator[None]:
