@@ -237,6 +237,27 @@ class Mesh:
             self._make(f"{axis.name}_inner{inner}", axis.ranks[start : start + inner], parent=axis),
         )
 
+    def shards(self, axis: Axis, size: int) -> tuple[Axis, Axis, Axis]:
+        """A data axis cut for sharding over `size` neighbouring ranks: (replicas, shards, gathers).
+
+        Weights are cut over the shards' ranks, axis.rank = replicas x shards. gathers: the same ranks as the shards',
+        in a group of its own: gathers of weights must not queue behind reductions. Every rank must call it. Raises
+        ValueError if size does not divide the axis.
+        """
+        if size < 1 or axis.size % size:
+            raise ValueError(f"{axis.size} data ranks cannot be cut into shards over {size} of them")
+        start = axis.rank // size * size
+        neighbours, replicas = axis.ranks[start : start + size], axis.ranks[axis.rank % size :: size]
+
+        def make(name: str, ranks: tuple[int, ...]) -> Axis:
+            return self._make(f"{axis.name}_{name}{size}", ranks, parent=axis)
+
+        return (
+            axis if size == 1 else make("replicas", replicas),
+            axis if size == axis.size else make("shards", neighbours),
+            make("gathers", neighbours),
+        )
+
     def data(self, spec: ParamSpec | None = None) -> Axis:
         """The axis over which gradients of such a parameter are summed: dp x cp if dense, edp if expert."""
         return self._expert_data if spec is not None and spec.expert else self._dense_data

@@ -75,15 +75,18 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum") -> Pending[Tenso
     return Pending(lambda: x, _issue("all_reduce", axis, [x], start))
 
 
-def start_all_gather(x: Tensor, axis: Axis, *, dim: int = 0) -> Pending[Tensor]:
+def start_all_gather(x: Tensor, axis: Axis, *, dim: int = 0, into: Tensor | None = None) -> Pending[Tensor]:
     """Every rank gets all ranks' x, joined along `dim` in rank order. x: the same shape on every rank.
 
+    into: where the result goes, contiguous and joined along dim 0; x may be this rank's part of it. None: new memory.
     Ring: each rank sends (n-1)/n of the result. A dim that is outermost in memory is gathered without a copy.
     """
+    assert into is None or dim == 0, dim
     if axis.size == 1:
-        return Pending.done(x)
+        return Pending.done(x if into is None or into.data_ptr() == x.data_ptr() else into.copy_(x))
     part = x.movedim(dim, 0).contiguous()
-    whole = part.new_empty((axis.size * part.shape[0], *part.shape[1:]))
+    shape = (axis.size * part.shape[0], *part.shape[1:])
+    whole = part.new_empty(shape) if into is None else into.view(shape)
     start = partial(_all_gather_flat, whole, part, group=axis.group, async_op=True)
     return Pending(lambda: whole.movedim(0, dim), _issue("all_gather", axis, [part], start))
 

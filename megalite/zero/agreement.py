@@ -7,7 +7,7 @@ different weights never meet. Both are seen here, by one small collective.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,15 +20,32 @@ from megalite.zero.unit import Unit
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def require_agreement(units: Sequence[Unit], held: Sequence[Held], *, mesh: Mesh, device: torch.device) -> None:
+class Checksums:
+    """Of weights' bits, dense and expert ones apart: sums of integers, so exact; a factor for each parameter, so that
+    their order counts. Parameters are added one by one, while they are whole."""
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self._factor = {one.name: 2 * number + 1 for number, one in enumerate(held)}
+        self.totals: dict[bool, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, one: Held) -> None:
+        weight = one.parameter.detach()
+        bits = weight.reshape(-1).contiguous().view(_BITS[min(weight.element_size(), 8)])
+        total = bits.sum(dtype=torch.int64) * self._factor[one.name]
+        self.totals[one.spec.expert] = total.cpu() + self.totals.get(one.spec.expert, 0)
+
+
+def require_agreement(
+    units: Sequence[Unit], checksums: Mapping[bool, Tensor], *, mesh: Mesh, device: torch.device
+) -> None:
     """Raises ValueError on every rank if the ranks of a pipeline stage differ in their units, or replicas in weights.
 
-    units: in the order in which they are launched.
+    units: in the order in which they are launched. checksums: of dense (False) and expert (True) weights.
     """
     rows = [[mesh.pp.rank, _structure(units)]]
     for expert, replicas in ((False, mesh.data()), (True, mesh.edp)):
-        weights = [one.parameter for one in held if one.spec.expert == expert]
-        rows.append([min(replicas.ranks), _checksum(weights, device)])
+        rows.append([min(replicas.ranks), int(checksums.get(expert, 0))])
     mine = torch.tensor(rows, dtype=torch.int64, device=device)
     table = start_all_gather(mine[None], mesh.world).wait().tolist()
     if (pair := _first_difference([row[0] for row in table])) is not None:
@@ -61,7 +78,9 @@ def _structure(units: Sequence[Unit]) -> int:
         (
             unit.name,
             unit.axis.name,
-            str(unit.weights.dtype),
+            str(unit.weights.tensor.dtype),
+            unit.stage,
+            unit.shards.size,
             slot.name,
             tuple(slot.gradient.shape),
             [axis.name for axis in slot.spec.partial],
@@ -72,12 +91,3 @@ def _structure(units: Sequence[Unit]) -> int:
         for slot in unit.slots
     ]
     return int.from_bytes(hashlib.blake2b(repr(lines).encode(), digest_size=8).digest(), "little") >> 1
-
-
-def _checksum(weights: Sequence[Tensor], device: torch.device) -> int:
-    """Of the weights' bits: a sum of integers, so exact; a factor for each tensor, so that their order counts."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for number, weight in enumerate(weights):
-        bits = weight.detach().reshape(-1).contiguous().view(_BITS[min(weight.element_size(), 8)])
-        total += bits.sum(dtype=torch.int64).to(device) * (2 * number + 1)
-    return int(total)

@@ -42,7 +42,7 @@ def sum_partial(units: Iterable[Unit]) -> None:
     for unit in units:
         for axes, part in unit.runs(lambda slot: partial_axes(slot.spec)):
             if axes:
-                slices[axes, unit.gradients.dtype].append(unit.gradients[part])
+                slices[axes, unit.wide].append(unit.gradient_shard[part])
     for axes, dtype in sorted(slices, key=lambda kind: (sort_key(kind[0]), str(kind[1]))):
         targets = slices[axes, dtype]
         total = torch.cat(targets)
@@ -64,5 +64,5 @@ def squared_norm_share(units: Iterable[Unit], device: torch.device) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=device)
     for unit in units:
         for count, part in unit.runs(lambda slot: slot.copies):
-            total += sum_of_squares(unit.gradients[part]) / count
+            total += sum_of_squares(unit.gradient_shard[part]) * (unit.shards.size / count)
     return total

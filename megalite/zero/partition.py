@@ -6,9 +6,10 @@ under, large enough that it is not all latency.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 
@@ -61,8 +62,24 @@ def held_parameters(stages: Sequence[nn.Module]) -> list[Held]:
     return list(held.values())
 
 
-def partition(stages: Sequence[nn.Module], held: Sequence[Held], kinds: Kinds) -> list[tuple[str, list[Held]]]:
-    """(unit's name, its parameters), in forward order.
+class Part(NamedTuple):
+    """What becomes a unit: its name, its parameters, and the modules whose forward uses them; () for a root unit's."""
+
+    name: str
+    held: list[Held]
+    modules: tuple[nn.Module, ...]
+
+
+class _Group(NamedTuple):
+    """A unit before tied weights are taken out: keys are ids of parameters."""
+
+    name: str
+    keys: list[int]
+    modules: tuple[nn.Module, ...]
+
+
+def partition(stages: Sequence[nn.Module], held: Sequence[Held], kinds: Kinds) -> list[Part]:
+    """The units in forward order.
 
     Units are the outermost modules of `kinds`; then each other module below the containers, a norm joining what follows
     it (final norm + head). A weight tied between several units is a unit alone, where forward first meets it. What
@@ -70,27 +87,35 @@ def partition(stages: Sequence[nn.Module], held: Sequence[Held], kinds: Kinds) -
     """
     by_id = {id(one.parameter): one for one in held}
     groups = [group for stage in stages for group in _groups(stage, kinds)]
-    homes = Counter(key for _, keys in groups for key in keys)
+    homes: dict[int, list[_Group]] = defaultdict(list)
+    for group in groups:
+        for key in group.keys:
+            homes[key].append(group)
     placed: set[int] = set()
-    parts: list[tuple[str, list[Held]]] = []
-    for name, keys in groups:
+    parts: list[Part] = []
+    for group in groups:
         mine: list[Held] = []
-        for key in (key for key in keys if key not in placed):
+        for key in (key for key in group.keys if key not in placed):
             placed.add(key)
-            if homes[key] > 1:
-                parts.append((by_id[key].name, [by_id[key]]))
+            if len(homes[key]) > 1:
+                parts.append(Part(by_id[key].name, [by_id[key]], _users(homes[key])))
             else:
                 mine.append(by_id[key])
         if mine:
-            parts.append((name, mine))
+            parts.append(Part(group.name, mine, group.modules))
     return parts
 
 
-def _groups(stage: nn.Module, kinds: Kinds) -> list[tuple[str, list[int]]]:
-    """(name, ids of its parameters) for the root unit, then for each unit of a stage."""
+def _users(groups: Sequence[_Group]) -> tuple[nn.Module, ...]:
+    """The modules that use a tied weight; () where one of them is a stage's root, which may use it at any time."""
+    return tuple(module for group in groups for module in group.modules) if all(g.modules for g in groups) else ()
+
+
+def _groups(stage: nn.Module, kinds: Kinds) -> list[_Group]:
+    """The root unit, then each unit of a stage."""
     if isinstance(stage, kinds):
-        return [(type(stage).__name__, [id(parameter) for parameter in stage.parameters()])]
-    groups: list[tuple[str, list[int]]] = []
+        return [_Group(type(stage).__name__, [id(parameter) for parameter in stage.parameters()], (stage,))]
+    groups: list[_Group] = []
     waiting: list[tuple[str, nn.Module]] = []  # modules of vectors alone, until one of matrices follows
     for path, module, chosen in _candidates(stage, "", kinds):
         if chosen and waiting:
@@ -102,8 +127,8 @@ def _groups(stage: nn.Module, kinds: Kinds) -> list[tuple[str, list[int]]]:
             waiting = []
     if waiting:
         groups.append(_join(waiting))
-    inside = {key for _, keys in groups for key in keys}
-    return [("root", [id(p) for p in stage.parameters() if id(p) not in inside]), *groups]
+    inside = {key for group in groups for key in group.keys}
+    return [_Group("root", [id(p) for p in stage.parameters() if id(p) not in inside], ()), *groups]
 
 
 def _candidates(module: nn.Module, path: str, kinds: Kinds) -> Iterator[tuple[str, nn.Module, bool]]:
@@ -118,7 +143,8 @@ def _candidates(module: nn.Module, path: str, kinds: Kinds) -> Iterator[tuple[st
             yield below, child, False
 
 
-def _join(modules: Sequence[tuple[str, nn.Module]]) -> tuple[str, list[int]]:
-    with_parameters = [(path, keys) for path, module in modules if (keys := [id(p) for p in module.parameters()])]
+def _join(modules: Sequence[tuple[str, nn.Module]]) -> _Group:
+    with_parameters = [(path, module) for path, module in modules if any(True for _ in module.parameters())]
     name = " + ".join(path for path, _ in with_parameters)
-    return name, list(dict.fromkeys(key for _, keys in with_parameters for key in keys))
+    keys = dict.fromkeys(id(parameter) for _, module in with_parameters for parameter in module.parameters())
+    return _Group(name, list(keys), tuple(module for _, module in with_parameters))

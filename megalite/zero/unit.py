@@ -1,8 +1,17 @@
-"""A unit: the parameters of one module that live on one data axis, in one flat buffer.
+"""A unit: the parameters of some modules that live on one data axis, in one flat buffer that data ranks may share out.
 
 Words: a parameter's *slot* is its place in the flat buffers; an *arrival* is a gradient that one backward leaves in
-`parameter.grad`; a gradient is *final* when its slot has had the arrivals that are due in this step; a unit is
-*launched* when the sum of its gradients over the data axis is started.
+`parameter.grad`; a *shard* is this rank's equal part of a flat buffer. A unit is *launched* when the sum of its
+gradients over the data axis is started, and *gathered* when every rank has all of its weights.
+
+| stage | weights between uses | gradients                        | masters and optimizer state |
+|-------|----------------------|----------------------------------|-----------------------------|
+| 0     | whole                | whole, summed once a step        | whole                       |
+| 1     | whole                | whole, summed once a step        | shard                       |
+| 2     | whole                | shard, summed every micro-batch  | shard                       |
+| 3     | shard                | shard, summed every micro-batch  | shard                       |
+
+Rajbhandari et al., arXiv:1910.02054. Stage 0 is a shard of everything: over one rank, with all data ranks as replicas.
 """
 
 from __future__ import annotations
@@ -15,11 +24,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite.comm import Pending, start_all_reduce
+from megalite.comm import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from megalite.mesh import Axis, Mesh
 from megalite.spec import ParamSpec, draw_
+from megalite.zero.flat import Flat
+from megalite.zero.guard import guard, unguard
 from megalite.zero.norm import partial_axes, sort_key
 from megalite.zero.partition import Held
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How units are kept. stage: 0 to 3. over: so many neighbouring data ranks share a unit; None = all of them."""
+
+    stage: int = 0
+    over: int | None = None
+
+    def axes(self, mesh: Mesh, data: Axis) -> tuple[Axis, Axis, Axis]:
+        """(replicas, shards, gathers) of a data axis; ValueError as `Mesh.shards`."""
+        return mesh.shards(data, 1 if self.stage == 0 else self.over or data.size)
 
 
 @dataclass(eq=False, slots=True)
@@ -27,8 +52,10 @@ class Slot:
     """One parameter's place in its unit, and the count of its arrivals.
 
     part: its range of the flat buffers; gradient: that range of the gradients, in the parameter's shape.
-    rate: arrivals a micro-batch; None until the first step has shown it, 0 if it can't be told before `step()`.
-    due: the arrival of this step after which the gradient is final; 0 if only `step()` can tell.
+    copies: how many ranks of the world hold each of its entries, before shards. arrivals: of this step; written:
+    whether the gradients have one that is not launched yet; promised: weight gradients that a backward has put off.
+    rate: arrivals a micro-batch; None until the first step has shown it, 0 if it varies.
+    due: the arrival of this step after which the gradient may be launched.
     """
 
     name: str
@@ -38,6 +65,8 @@ class Slot:
     gradient: Tensor
     copies: int
     arrivals: int = 0
+    written: bool = False
+    promised: int = 0
     rate: int | None = None
     due: int = 0
 
@@ -45,90 +74,210 @@ class Slot:
 class Unit:
     """Flat weights, master weights and gradients of some parameters, which become views of the flat weights.
 
-    weights: (numel,) in the parameters' dtype. masters: float32 if that is a half precision, else the weights
-    themselves. gradients: the masters' dtype. All are ordered by (axes in `partial`, decay, copies), then by
+    weights: padded so that the shards divide them, in the parameters' dtype. masters: this rank's shard of them, in
+    float32 if that is a half precision, else (but at stage 3) a view of the weights. gradients: whole, in the masters'
+    dtype; gradient_shard: this rank's part of their sum. All are ordered by (axes in `partial`, decay, copies), then by
     registration, so that what is treated alike is one slice.
-    With a `seed`, declared parameters are drawn from (seed, name) into the masters, and may be on the meta device
+    With a `seed`, declared parameters are drawn from (seed, name), in float32 at least, and may be on the meta device
     before. Raises ValueError for a parameter on the meta device that nothing says how to begin.
     """
 
     def __init__(
-        self, name: str, held: Sequence[Held], *, mesh: Mesh, seed: int | None, device: torch.device | str
+        self,
+        name: str,
+        held: Sequence[Held],
+        *,
+        mesh: Mesh,
+        sharding: Sharding,
+        seed: int | None,
+        device: torch.device | str,
     ) -> None:
-        self.name = name
+        self.name, self.stage = name, sharding.stage
         self.axis: Axis = mesh.data(held[0].spec)
+        self.replicas, self.shards, self.gathers = sharding.axes(mesh, self.axis)
         counted = [(one, one.spec.copies(mesh.view(one.spec))) for one in held]
         counted.sort(key=lambda pair: (sort_key(partial_axes(pair[0].spec)), not pair[0].spec.decay, pair[1]))
         first = held[0].parameter
         device = torch.device(device) if first.is_meta else first.device
+        self.wide = torch.float32 if first.dtype in HALF else first.dtype
         numel = sum(one.parameter.numel() for one in held)
-        self.weights = torch.empty(numel, dtype=first.dtype, device=device)
-        half = first.dtype in (torch.bfloat16, torch.float16)
-        self.masters = torch.empty(numel, dtype=torch.float32, device=device) if half else self.weights
-        self.gradients = torch.empty_like(self.masters)
+        padded = -(-numel // self.shards.size) * self.shards.size
+        self.part = self.shards.part(padded)
+        self.weights = Flat(padded, dtype=first.dtype, device=device)
+        self.gradients = Flat(padded, dtype=self.wide, device=device)
         self.slots: list[Slot] = []
         start = 0
         for one, count in counted:
             part = slice(start, start + one.parameter.numel())
-            gradient = self.gradients[part].view(one.parameter.shape)
+            gradient = self.gradients.tensor[part].view(one.parameter.shape)
             self.slots.append(Slot(one.name, one.spec, self, part, gradient, count))
             start = part.stop
+        self.parameters: list[nn.Parameter] = []
+        if self.stage >= 2:
+            self.gradients.free()
         self._fill([one for one, _ in counted], seed)
-        self.missing = len(self.slots)  # gradients that are not final yet
+        share = self.part.stop - self.part.start
+        self._shard = Flat(share, dtype=self.wide, device=device) if self.stage >= 2 else None
+        if self._shard is not None:
+            self._shard.free()
+        self._has_sum = False  # whether the shard holds something of this step
+        self.missing = len(self.slots)  # slots without the arrivals that are due
         self.is_open = False  # whether gradients may arrive
-        self._pending: Pending[Tensor] | None = None
+        self._reducing: Pending[Tensor] | None = None
+        self._gathering: Pending[Tensor] | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether weights are kept as shards between uses."""
+        return self.stage == 3 and self.shards.size > 1
+
+    @property
+    def gradient_shard(self) -> Tensor:
+        """This rank's part of the gradients' sum, once it is there."""
+        return self.gradients.tensor[self.part] if self._shard is None else self._shard.tensor
 
     @torch.no_grad()
     def _fill(self, held: Sequence[Held], seed: int | None) -> None:
+        weights = self.weights.tensor
+        drawn = weights if self.wide == weights.dtype else torch.empty_like(weights, dtype=self.wide)
         for one, slot in zip(held, self.slots, strict=True):
-            begin(one, self.masters[slot.part].view(one.parameter.shape), seed=seed)
-        self.round_masters()
+            begin(one, drawn[slot.part].view(one.parameter.shape), seed=seed)
+        drawn[self.slots[-1].part.stop :] = 0
+        if drawn is not weights:
+            weights.copy_(drawn)
         for one, slot in zip(held, self.slots, strict=True):
-            view = self.weights[slot.part].view(one.parameter.shape)
+            view = weights[slot.part].view(one.parameter.shape)
             if one.parameter.is_meta:
                 # .data, like below: a count of writes of its own, so that the parameter's shows only others' writes
                 one.replace(nn.Parameter(view.data))
             else:
                 one.parameter.data = view
                 one.parameter.grad = None  # it must be None between arrivals
+            self.parameters.append(one.parameter)
+        self.weight_shard = weights[self.part].clone() if self.is_sharded else weights[self.part]
+        self.masters = self.weight_shard if drawn is weights else drawn[self.part].clone()
 
     def runs(self, key: Callable[[Slot], Any]) -> Iterator[tuple[Any, slice]]:
-        """(key, range of the flat buffers) for each longest run of slots whose key is equal."""
+        """(key, range of this rank's shard) for each longest run of slots whose key is equal; empty ranges left out."""
+        start, stop = self.part.start, self.part.stop
         for value, group in itertools.groupby(self.slots, key):
             slots = list(group)
-            yield value, slice(slots[0].part.start, slots[-1].part.stop)
+            first, last = max(slots[0].part.start, start), min(slots[-1].part.stop, stop)
+            if first < last:
+                yield value, slice(first - start, last - start)
 
-    def round_masters(self) -> None:
-        """The weights become the master weights, rounded once."""
-        if self.masters is not self.weights:
-            self.weights.copy_(self.masters)
+    # Gradients: open, (put, ..., launch, finish) once a round, settle.
 
-    def open(self, microbatches: int) -> None:
-        """Gradients of a new step may arrive, of `microbatches` micro-batches."""
-        self.is_open, self.missing = True, len(self.slots)
+    def open(self) -> None:
+        """Gradients of a new step may arrive."""
+        self.is_open, self._has_sum = True, False
         for slot in self.slots:
-            slot.arrivals, slot.due = 0, (slot.rate or 0) * microbatches
+            slot.arrivals, slot.written, slot.promised = 0, False, 0
+
+    def put(self, slot: Slot, gradient: Tensor) -> None:
+        """One arrival: the first of a round is copied, later ones are added; nothing is zeroed before."""
+        self.gradients.allocate()
+        if slot.written:
+            slot.gradient.add_(gradient)
+        else:
+            slot.gradient.copy_(gradient)
+        slot.written = True
+        slot.arrivals += 1
 
     def launch(self) -> None:
         """Starts the sum over the data axis. What has not arrived is zero, and so is the gradient of padding."""
-        self.is_open = False
+        self.gradients.allocate()
+        flat = self.gradients.tensor
         for slot in self.slots:
-            if not slot.arrivals:
+            if not slot.written:
                 slot.gradient.zero_()
+            slot.written = False
             for dim in slot.spec.pad:
                 valid = slot.spec.valid_box()[dim].stop
                 slot.gradient.narrow(dim, valid, slot.gradient.shape[dim] - valid).zero_()
-        self._pending = start_all_reduce(self.gradients, self.axis)
+        flat[self.slots[-1].part.stop :] = 0
+        if self.shards.size == 1 and self._shard is None:
+            self._reducing = start_all_reduce(flat, self.replicas)
+        else:
+            self._reducing = start_reduce_scatter(flat, self.shards)
 
-    def wait(self, microbatches: int) -> None:
-        """The gradients are summed; the first time, the arrivals seen become the rate that is expected from now on."""
-        assert self._pending is not None
-        self._pending.wait()
-        self._pending = None
-        for slot in self.slots:
-            if slot.rate is None:
-                rate, rest = divmod(slot.arrivals, microbatches)
-                slot.rate = 0 if rest else rate
+    def finish(self) -> None:
+        """The sum that was launched has come; what is kept of it is the shard."""
+        assert self._reducing is not None
+        total, self._reducing = self._reducing.wait(), None
+        if self._shard is None:
+            if self.shards.size > 1:
+                self.gradient_shard.copy_(total)
+            return
+        self._shard.allocate()
+        if self._has_sum:
+            self._shard.tensor.add_(total)
+        else:
+            self._shard.tensor.copy_(total)
+        self._has_sum = True
+        if not any(slot.written for slot in self.slots):
+            self.gradients.free()
+
+    def settle(self) -> Pending[Tensor]:
+        """After the last round: the shard is summed over the replicas too, where that was not done already."""
+        if self.shards.size == 1 and self._shard is None:
+            return Pending.done(self.gradient_shard)
+        return start_all_reduce(self.gradient_shard, self.replicas)
+
+    def close(self) -> None:
+        """After the update: the gradients are not needed any more."""
+        if self._shard is not None:
+            self._shard.free()
+
+    # Weights: gather, wait, release. Parameters are guarded while they are not whole.
+
+    def publish(self) -> None:
+        """The masters were updated: rounded into the weights, which are gathered where each rank has all of them."""
+        if self.masters is not self.weight_shard:
+            self.weight_shard.copy_(self.masters)
+        if self.shards.size > 1 and not self.is_sharded:
+            self._guard()
+            self._gathering = start_all_gather(self.weight_shard, self.gathers, into=self.weights.tensor)
+
+    def gather(self) -> None:
+        """Starts to fetch all of the weights, if they are not here or on their way."""
+        if self.is_sharded and not self.weights.is_allocated:
+            self.weights.allocate()
+            self._gathering = start_all_gather(self.weight_shard, self.gathers, into=self.weights.tensor)
+
+    def wait(self) -> None:
+        """The weights are whole from here on, if a gather was started."""
+        if self._gathering is not None:
+            pending, self._gathering = self._gathering, None
+            try:
+                pending.wait()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"unit {self.name} was not gathered: a rank of {self.gathers.ranks} did not come, for a module is "
+                    f"used on all data ranks or on none at zero.stage=3 ({error})"
+                ) from error
+            for parameter in self.parameters:
+                unguard(parameter)
+
+    def release(self) -> None:
+        """Gives the memory of weights that are kept as shards back."""
+        if self.is_sharded and self.weights.is_allocated:
+            self.wait()
+            self._guard()
+            self.weights.free()
+
+    def require_whole(self) -> None:
+        """What a guarded parameter asks before it is read. Raises ValueError, by name, if the weights are not here."""
+        if self.is_sharded:
+            raise ValueError(
+                f"a parameter of unit {self.name} was read while its weights are spread over the data ranks "
+                "(zero.stage=3): they are whole within the forward and backward of its own module only"
+            )
+        self.wait()
+
+    def _guard(self) -> None:
+        for parameter in self.parameters:
+            guard(parameter, self)
 
 
 def begin(held: Held, target: Tensor, *, seed: int | None) -> None:

@@ -91,7 +91,7 @@ class Verifier:
             norms, distances, negligible = self._gathered(axis, slots)
             for number, norm, distance in zip(slots, norms, distances, strict=True):
                 slot = self.slots[number]
-                if alike and distance > _AGREE[slot.unit.weights.dtype] * max(norm, negligible):
+                if alike and distance > _AGREE[slot.unit.weights.tensor.dtype] * max(norm, negligible):
                     faults[slot.name] = _differs(slot.name, axis, distance / norm)
                 if not alike and 0 < norm < math.inf and distance <= _EQUAL * norm:
                     repeated = slot.name in (self._suspected or ())

@@ -27,7 +27,7 @@ class _Seen:
     name: str
     owners: list[tuple[weakref.ref[nn.Module], str]]
     identity: int
-    data_ptr: int
+    storage: int
     dtype: torch.dtype
     trained: bool
     version: int | None
@@ -44,13 +44,13 @@ class Watch:
         self._seen: list[_Seen] = []
         for one in held:
             parameter, slot = one.parameter, by_name.get(one.name)
-            rounded = slot is not None and slot.unit.masters is not slot.unit.weights
+            rounded = slot is not None and slot.unit.wide != slot.unit.weights.tensor.dtype
             self._seen.append(
                 _Seen(
                     one.name,
                     [(weakref.ref(module), attribute) for module, attribute in one.owners],
                     id(parameter),
-                    parameter.data_ptr(),
+                    parameter.untyped_storage()._cdata,
                     parameter.dtype,
                     slot is not None,
                     parameter._version if rounded else None,
@@ -75,7 +75,12 @@ def _fault(seen: _Seen, now: nn.Parameter | None) -> str:
         if now is None or not now.requires_grad:
             return ""
         return "was frozen when Zero was built and is trainable now: call requires_grad_() before Zero is built"
-    if now is None or id(now) != seen.identity or now.data_ptr() != seen.data_ptr or now.dtype != seen.dtype:
+    if (
+        now is None
+        or id(now) != seen.identity
+        or now.untyped_storage()._cdata != seen.storage
+        or now.dtype != seen.dtype
+    ):
         return (
             "is no longer a view of the flat weights that Zero updates, so that it would not be trained: convert, move "
             "and replace parameters (.to(), .double(), load_state_dict(assign=True)) before Zero is built"

@@ -1,13 +1,14 @@
 """`Zero`: data parallelism under backward. Gradients, master weights, optimizer, and the step that joins them.
 
 1. Each parameter has a hook that fires when autograd has left a gradient in `parameter.grad`. The hook moves it into
-   the unit's flat gradients (the first arrival copies, later ones add; nothing is zeroed), and counts it.
+   the unit's flat gradients and counts it.
 2. How many arrivals a micro-batch brings is learned in the first step. From then on a gradient is known to be final at
-   its last arrival, and a unit whose gradients are all final is summed over the data axis while backward goes on.
-3. Units are launched in one pinned order, forward's reversed, each only after all before it: ranks that launch on
-   readiness would sum different units against each other where one of them skips one, and no error would tell.
+   its last arrival, and a unit whose gradients are all final is summed over the data axis while backward goes on, in
+   one pinned order, forward's reversed: see `reductions`.
+3. At stage 3 weights are whole only while they are used: see `gathering`.
 4. `step()` launches what is left, with zeros for what has not come, and waits; sums `partial` gradients over their
-   axes; takes one norm over the world; clips; updates; rounds the masters into the weights.
+   axes; takes one norm over the world; clips; updates this rank's shard; rounds the masters into the weights and, at
+   stages 1 and 2, gathers them again: each is waited for where it is first read.
 """
 
 from __future__ import annotations
@@ -15,22 +16,27 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megalite.comm import start_all_reduce
+from megalite.comm import start_all_gather, start_all_reduce
 from megalite.mesh import Mesh
-from megalite.zero.agreement import require_agreement
+from megalite.zero.agreement import Checksums, require_agreement
+from megalite.zero.gathering import Gathering
 from megalite.zero.norm import squared_norm_share, sum_partial
 from megalite.zero.partition import Held, held_parameters, partition
-from megalite.zero.unit import Slot, Unit, begin_frozen
+from megalite.zero.reductions import Reductions
+from megalite.zero.unit import Sharding, Slot, Unit, begin_frozen
 from megalite.zero.verify import Findings, Verifier, summary
 from megalite.zero.watch import Watch
 
-BUILT_STAGES = (0,)
+STAGES = (0, 1, 2, 3)
+RESHARD = ("forward", "backward", "step")
 TRAINED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -45,6 +51,8 @@ class Zero:
 
     Gradients are summed over the data axis, never averaged: the caller divides the loss by what is counted globally.
 
+    stage, shard_over: what data ranks hold once instead of each, over how many of them; see `unit`. prefetch, reshard:
+    when stage 3 has weights whole; see `gathering`.
     units: classes whose instances are a unit each; see `partition`. optimizer: makes torch's own from two groups,
     {"params", "decay": True} and {"params", "decay": False}, of flat slices; it gives the second weight_decay=0, and
     must be elementwise. seed: draws every declared parameter from (seed, logical name), also from the meta device, on
@@ -59,28 +67,40 @@ class Zero:
         mesh: Mesh,
         *,
         stage: int = 0,
+        shard_over: int | None = None,
+        prefetch: int = 1,
+        reshard: str = "forward",
         units: tuple[type, ...] = (),
         optimizer: Optimizer,
         seed: int | None = None,
         verify: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
-        if stage not in BUILT_STAGES:
-            raise ValueError(f"zero.stage={stage} is not built yet; legal values: {', '.join(map(str, BUILT_STAGES))}")
+        if stage not in STAGES:
+            raise ValueError(f"zero.stage={stage} is unknown; legal values: {', '.join(map(str, STAGES))}")
+        if reshard not in RESHARD:
+            raise ValueError(f"reshard={reshard} is unknown; legal values: {', '.join(RESHARD)}")
         modules = [stages] if isinstance(stages, nn.Module) else list(stages)
         held = held_parameters(modules)
         _require_real(held)
-        self.mesh = mesh
-        self.units = _make_units(modules, held, tuple(units), mesh=mesh, seed=seed, device=device or "cpu")
-        self.device = self.units[0].weights.device if self.units else torch.device(device or "cpu")
-        require_agreement(self.units, held, mesh=mesh, device=self.device)
+        self.mesh, self.stage = mesh, stage
+        making: dict[str, Any] = {"mesh": mesh, "seed": seed, "device": device or "cpu"}
+        uses, checksums = _make_units(modules, held, tuple(units), sharding=Sharding(stage, shard_over), **making)
+        self.units = [unit for unit, _ in uses]
+        self.device = self.units[0].weights.tensor.device if self.units else torch.device(device or "cpu")
+        require_agreement(self.units, checksums, mesh=mesh, device=self.device)
         self.optimizer, self._updated = self._make_optimizer(optimizer)
         self.skipped = 0  # steps left out because the gradient was not finite
         self._slots = [slot for unit in self.units for slot in unit.slots]
         self._verifier = Verifier(self._slots, mesh=mesh, device=self.device) if verify else None
+        self._reductions = Reductions(self.units, mesh=mesh, stage=stage)
+        kept_apart = [(unit, modules) for unit, modules in uses if unit.is_sharded]
+        self._gathering = Gathering(kept_apart, stages=modules, prefetch=prefetch, reshard=reshard)
         self._microbatches = 0  # of the step that is open; 0 outside of begin() and step()
-        self._launched = 0
         self._reduced = False
+        self._in_pass = False  # whether a backward is going on whose end will be noticed
+        self._defers = False  # whether weight gradients have been put off
+        self._arrived_in_pass = self._promised_in_pass = 0
         self._listen(held)
         self._watch = Watch(held, self._slots)
 
@@ -92,15 +112,15 @@ class Zero:
                 hook = _arrival_hook(weakref.ref(self), slots[one.name])
                 one.parameter.register_post_accumulate_grad_hook(hook)
 
-    def _make_optimizer(self, make: Optimizer) -> tuple[torch.optim.Optimizer, list[tuple[Tensor, Tensor]]]:
-        """The optimizer, and (slice of the masters, its gradient) for each tensor that it updates."""
+    def _make_optimizer(self, make: Optimizer) -> tuple[torch.optim.Optimizer, list[tuple[nn.Parameter, Unit, slice]]]:
+        """The optimizer, and (part of a shard of the masters, its unit, its place) for each tensor that it updates."""
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        updated: list[tuple[Tensor, Tensor]] = []
+        updated: list[tuple[nn.Parameter, Unit, slice]] = []
         for unit in self.units:
             for decay, part in unit.runs(lambda slot: slot.spec.decay):
                 master = nn.Parameter(unit.masters[part])
                 groups[decay].append(master)
-                updated.append((master, unit.gradients[part]))
+                updated.append((master, unit, part))
         return make([{"params": parameters, "decay": decay} for decay, parameters in groups.items()]), updated
 
     @property
@@ -124,19 +144,20 @@ class Zero:
         if self._microbatches:
             raise RuntimeError("begin() was called twice: step() comes between")
         self._watch.require_unchanged()
-        self._microbatches, self._launched, self._reduced = microbatches, 0, False
-        for unit in self.units:
-            unit.open(microbatches)
+        self._microbatches, self._reduced = microbatches, False
+        self._reductions.open(microbatches)
         if self._verifier is not None:
             self._verifier.open()
 
     def _arrive(self, slot: Slot, parameter: Tensor) -> None:
         """One gradient is in `parameter.grad`, or none: a layer that puts its weight's gradient off fires empty."""
         gradient = parameter.grad
+        self._notice_pass()
         if gradient is None:
+            slot.promised += 1
+            self._promised_in_pass += 1
             return
-        unit = slot.unit
-        if not unit.is_open:
+        if not self._microbatches or self._reduced or not self._reductions.may_arrive(slot):
             raise RuntimeError(self._late(slot))
         if gradient.layout != torch.strided:
             raise ValueError(
@@ -144,17 +165,35 @@ class Zero:
                 "build the module with sparse=False"
             )
         parameter.grad = None
-        if slot.arrivals:
-            slot.gradient.add_(gradient)
-        else:
-            slot.gradient.copy_(gradient)
-        slot.arrivals += 1
+        self._arrived_in_pass += 1
+        slot.promised = max(slot.promised - 1, 0)
         if self._verifier is not None:
             self._verifier.observe(slot, gradient)
-        if slot.arrivals == slot.due:
-            unit.missing -= 1
-            if not unit.missing:
-                self._launch_ready()
+        self._reductions.put(slot, gradient)
+        if not slot.unit.missing:
+            self._gathering.finished(slot.unit)
+
+    def _notice_pass(self) -> None:
+        """The first firing of a backward pass: its end will be told."""
+        if not self._in_pass:
+            self._in_pass, self._arrived_in_pass, self._promised_in_pass = True, 0, 0
+            torch.autograd.Variable._execution_engine.queue_callback(_end_of_pass(weakref.ref(self)))
+
+    def _end_pass(self) -> None:
+        self._in_pass = False
+        self._gathering.end_pass()
+        # One gradient alone, where others were put off, is such a one that comes now, not a pass of its own.
+        self._defers = self._defers or self._promised_in_pass > 0
+        if self._microbatches and (self._promised_in_pass or not (self._defers and self._arrived_in_pass == 1)):
+            self._reductions.passed()
+
+    def end_microbatch(self, count: int) -> None:
+        """`count` micro-batches of this step are through, work that was put off included: for what schedules passes.
+
+        Gradients that are still missing count as zeros from here on, so that at stages 2 and 3 a unit that is not used
+        keeps no other waiting. A loop of plain backward passes need not call it.
+        """
+        self._reductions.end_microbatch(count)
 
     def _late(self, slot: Slot) -> str:
         if not self._microbatches or self._reduced:
@@ -167,11 +206,6 @@ class Zero:
             "either begin(microbatches=...) is too low, or the parameter is now used in more backward passes"
         )
 
-    def _launch_ready(self) -> None:
-        while self._launched < len(self.units) and not self.units[self._launched].missing:
-            self.units[self._launched].launch()
-            self._launched += 1
-
     @torch.no_grad()
     def reduce(self) -> None:
         """Finishes all sums over ranks, so that `raw_gradients` can be read; `step()` calls it if nobody has."""
@@ -179,20 +213,22 @@ class Zero:
             raise RuntimeError("no step is open: begin(microbatches=...) comes first")
         if self._reduced:
             return
-        for unit in self.units[self._launched :]:
-            unit.launch()
-        for unit in self.units:
-            unit.wait(self._microbatches)
+        self._reductions.finish()
         sum_partial(self.units)
         self._reduced = True
 
     def raw_gradients(self) -> dict[str, Tensor]:
         """Parameter's name -> its gradient, summed over all ranks and not clipped; this rank's cut, padding zero.
 
-        Between begin() and step(), after `reduce()`, which it calls. Views of what `step()` then uses and clips.
+        Between begin() and step(), after `reduce()`, which it calls. Every rank calls it: shards are gathered. Where
+        there are none, what is given is a view of what `step()` then uses and clips.
         """
         self.reduce()
-        return {slot.name: slot.gradient for slot in self._slots}
+        gradients: dict[str, Tensor] = {}
+        for unit in self.units:
+            whole = start_all_gather(unit.gradient_shard, unit.shards).wait()
+            gradients |= {slot.name: whole[slot.part].view(slot.gradient.shape) for slot in unit.slots}
+        return gradients
 
     @torch.no_grad()
     def step(self, *, max_norm: float | None = None, loss_scale: float = 1.0) -> Tensor:
@@ -212,10 +248,27 @@ class Zero:
         norm = self._norm() / loss_scale
         if not math.isfinite(norm.item()):
             self.skipped += 1
+            for unit in self.units:
+                unit.close()
             return norm
         clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm.item() + 1e-6))
         self._update(clip / loss_scale)
         return norm
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All weights are whole within, to be read: what stage 3 otherwise allows in forward and backward alone.
+
+        Every rank enters it, between steps; it takes the memory of the whole model.
+        """
+        for unit in self.units:
+            unit.gather()
+            unit.wait()
+        try:
+            yield
+        finally:
+            for unit in self.units:
+                unit.release()
 
     def _norm(self) -> Tensor:
         """|g| by one all-reduce over the world; an entry that is not finite, and verify's findings, ride along."""
@@ -234,14 +287,26 @@ class Zero:
         return torch.tensor(squared_norm, dtype=torch.float64, device=self.device).sqrt()
 
     def _update(self, scale: float) -> None:
+        self._gathering.end_step()
         if scale != 1.0:
             for unit in self.units:
-                unit.gradients.mul_(scale)
-        for master, gradient in self._updated:
-            master.grad = gradient  # again each time: an optimizer.zero_grad() would have taken it away
+                unit.gradient_shard.mul_(scale)
+        for master, unit, part in self._updated:
+            master.grad = unit.gradient_shard[part]  # again each time: it may be new memory
         self.optimizer.step()
+        for master, *_ in self._updated:
+            master.grad = None
         for unit in self.units:
-            unit.round_masters()
+            unit.close()
+            unit.publish()
+
+
+def _end_of_pass(zero: weakref.ref[Zero]) -> Callable[[], None]:
+    def end() -> None:
+        if (owner := zero()) is not None:
+            owner._end_pass()
+
+    return end
 
 
 def _arrival_hook(zero: weakref.ref[Zero], number: int) -> Callable[[Tensor], None]:
@@ -267,19 +332,33 @@ def _make_units(
     held: Sequence[Held],
     kinds: tuple[type, ...],
     *,
+    sharding: Sharding,
     mesh: Mesh,
     seed: int | None,
     device: torch.device | str,
-) -> list[Unit]:
-    """The units in the order of launch; parameters that are not trained get their first values and stay outside."""
-    units: list[Unit] = []
-    for name, members in partition(modules, held, kinds):
+) -> tuple[list[tuple[Unit, tuple[nn.Module, ...]]], dict[bool, Tensor]]:
+    """The units in the order of launch, each with its modules, and checksums of dense and expert weights.
+
+    Parameters that are not trained get their first values and stay outside. A unit without modules of its own may be
+    used at any time: at stage 3 its weights stay whole. Weights are drawn, summed up and spread one unit after another.
+    """
+    uses: list[tuple[Unit, tuple[nn.Module, ...]]] = []
+    checksums = Checksums(held)
+    for part in partition(modules, held, kinds):
         alike: dict[tuple, list[Held]] = {}
-        for one in members:
+        for one in part.held:
             if one.parameter.requires_grad:
                 key = (one.spec.expert, one.parameter.dtype, one.parameter.device)
                 alike.setdefault(key, []).append(one)
             else:
                 begin_frozen(one, seed=seed, device=device)
-        units += [Unit(name, group, mesh=mesh, seed=seed, device=device) for group in alike.values()]
-    return units[::-1]
+                checksums.add(one)
+        stage = min(sharding.stage, 2) if not part.modules else sharding.stage
+        for group in alike.values():
+            how = replace(sharding, stage=stage)
+            unit = Unit(part.name, group, mesh=mesh, sharding=how, seed=seed, device=device)
+            for one in group:
+                checksums.add(one)
+            unit.release()
+            uses.append((unit, part.modules))
+    return uses[::-1], checksums.totals

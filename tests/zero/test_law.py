@@ -27,6 +27,10 @@ cut_mlp = partial(ParallelMLP, sequence_parallel=False)
 sequence_parallel_mlp = partial(ParallelMLP, sequence_parallel=True)
 
 
+STAGES = [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize(
     ("build", "layout"),
@@ -41,8 +45,8 @@ sequence_parallel_mlp = partial(ParallelMLP, sequence_parallel=True)
         (sequence_parallel_mlp, Layout(dp=2, tp=2, order=("dp", "tp", "cp", "pp"))),
     ],
 )
-def test_training_equals_one_process_on_every_layout(build, layout, microbatches):
-    records = run(train, layout.world_size, build, layout, microbatches, {})
+def test_training_equals_one_process_on_every_layout_at_every_stage(build, layout, microbatches, stage):
+    records = run(train, layout.world_size, build, layout, microbatches, {"stage": stage})
     assert_equals_one_process(records, reference(build))
     assert min(reference(build).norms) > MAX_NORM, "each step must clip, or clipping is not tested"
 
@@ -53,14 +57,16 @@ def test_the_reference_has_gradients_in_which_a_norms_copies_would_show():
     assert scales.norm().item() > 0.5 * one.norms[0]
 
 
-def test_the_number_of_microbatches_may_change_from_step_to_step():
-    records = run(train, 2, plain_mlp, Layout(dp=2), (1, 4, 2), {})
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_number_of_microbatches_may_change_from_step_to_step(stage):
+    records = run(train, 2, plain_mlp, Layout(dp=2), (1, 4, 2), {"stage": stage})
     assert_equals_one_process(records, reference(plain_mlp))
 
 
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("units", [(), (nn.Sequential,), (nn.Linear,)])
-def test_the_units_are_a_matter_of_speed_only(units):
-    records = run(train, 2, cut_mlp, Layout(dp=2), 2, {"units": units})
+def test_the_units_are_a_matter_of_speed_only(units, stage):
+    records = run(train, 2, cut_mlp, Layout(dp=2), 2, {"units": units, "stage": stage})
     assert_equals_one_process(records, reference(cut_mlp))
 
 
@@ -93,10 +99,11 @@ class Tied(nn.Module):
         return self.last(torch.tanh(self.middle(self.first(x))))
 
 
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("build", [frozen_layer, lambda mesh: UsedTwice(), lambda mesh: Tied()])
-def test_frozen_reused_and_tied_parameters_train_as_in_one_process(build, microbatches):
-    records = run(train, 2, build, Layout(dp=2), microbatches, {})
+def test_frozen_reused_and_tied_parameters_train_as_in_one_process(build, microbatches, stage):
+    records = run(train, 2, build, Layout(dp=2), microbatches, {"stage": stage})
     assert_equals_one_process(records, reference(build))
 
 
@@ -115,12 +122,13 @@ class UsedBySome(nn.Module):
         return self.last(torch.tanh(self.middle(x)) if used else x)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_a_parameter_that_only_some_ranks_and_microbatches_use_trains_as_in_one_process(microbatches):
+def test_a_parameter_that_only_some_ranks_and_microbatches_use_trains_as_in_one_process(microbatches, stage):
     parts = 2 * microbatches
     used = [[bool(global_batch(step).part(i, parts).x[0, 0, 0] > 0.3) for i in range(parts)] for step in range(3)]
     assert any(any(step[: parts // 2]) != any(step[parts // 2 :]) for step in used), "no step tests a skipping rank"
-    records = run(train, 2, lambda mesh: UsedBySome(), Layout(dp=2), microbatches, {})
+    records = run(train, 2, lambda mesh: UsedBySome(), Layout(dp=2), microbatches, {"stage": stage})
     assert_equals_one_process(records, reference(lambda mesh: UsedBySome(), parts))
 
 
@@ -139,6 +147,7 @@ class TiedToPlain(nn.Module):
     ("build", "layout"),
     [(cut_mlp, Layout(dp=2)), (sequence_parallel_mlp, Layout(dp=2, tp=2)), (TiedToPlain, Layout(dp=2))],
 )
-def test_a_backward_that_puts_weight_gradients_off_equals_one_that_does_not(build, layout):
-    records = run(train, layout.world_size, build, layout, 2, {}, True)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_that_puts_weight_gradients_off_equals_one_that_does_not(build, layout, stage):
+    records = run(train, layout.world_size, build, layout, 2, {"stage": stage}, True)
     assert_equals_one_process(records, reference(build))

@@ -34,8 +34,8 @@ class Model(nn.Module):
 
 def parts(*stages: nn.Module, units: tuple[type, ...] = ()) -> dict[str, list[str]]:
     found = partition(stages, held_parameters(stages), units)
-    assert len({name for name, _ in found}) == len(found)
-    return {name: [one.name for one in held] for name, held in found}
+    assert len({part.name for part in found}) == len(found)
+    return {part.name: [one.name for one in part.held] for part in found}
 
 
 def test_each_block_the_embedding_and_norm_with_head_are_units_and_what_remains_is_the_root():

@@ -81,7 +81,7 @@ def events(microbatches: int) -> list[list[str]]:
     zero = Zero(model, mesh, optimizer=adamw, seed=0)
     log: list[str] = []
     start = megalite.zero.unit.start_all_reduce
-    names = {id(unit.gradients): unit.name for unit in zero.units}
+    names = {id(unit.gradients.tensor): unit.name for unit in zero.units}
 
     def recording(x: torch.Tensor, *args: Any, **options: Any) -> Any:
         log.append(f"launch {names[id(x)]}")

@@ -88,9 +88,9 @@ def test_half_precision_weights_have_float32_masters_moments_and_gradients_and_s
     # bf16 has nothing between 1 and 1 - 2^-8, so a step of 1e-3 alone would be rounded away each time
     assert model.norm.dtype == torch.bfloat16 and torch.all((model.norm - 0.95).abs() < 2**-8)
     (unit,) = zero.units
-    assert unit.masters.dtype == unit.gradients.dtype == torch.float32
+    assert unit.masters.dtype == unit.gradients.tensor.dtype == torch.float32
     assert {entry["exp_avg"].dtype for entry in zero.optimizer.state.values()} == {torch.float32}
-    assert torch.equal(unit.weights, unit.masters.bfloat16()), "weights are the masters, rounded once"
+    assert torch.equal(unit.weights.tensor, unit.masters.bfloat16()), "weights are the masters, rounded once"
 
 
 def test_gradients_of_half_precision_weights_are_summed_in_float32():
@@ -153,10 +153,10 @@ def test_all_parameters_are_views_of_flat_buffers_and_no_gradient_outlives_its_a
     zero.begin(microbatches=1)
     global_batch(0).loss(model).backward()
     assert all(parameter.grad is None for parameter in model.parameters())
-    flats = {unit.weights.untyped_storage().data_ptr() for unit in zero.units}
+    flats = {unit.weights.tensor.untyped_storage().data_ptr() for unit in zero.units}
     assert {p.untyped_storage().data_ptr() for p in model.parameters()} == flats
-    assert sum(unit.gradients.numel() for unit in zero.units) == sum(p.numel() for p in model.parameters())
-    assert all(unit.masters is unit.weights for unit in zero.units)
+    assert sum(unit.gradients.tensor.numel() for unit in zero.units) == sum(p.numel() for p in model.parameters())
+    assert all(unit.masters.data_ptr() == unit.weights.tensor.data_ptr() for unit in zero.units)
 
 
 def test_the_gradient_of_padding_is_zero_and_padding_stays_zero():
@@ -237,9 +237,9 @@ def test_calls_out_of_order_are_refused():
         zero.begin(microbatches=1)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3, -1])
-def test_a_stage_that_is_not_built_is_refused_by_name(stage):
-    with pytest.raises(ValueError, match=rf"zero.stage={stage} is not built yet; legal values: 0"):
+@pytest.mark.parametrize("stage", [4, -1])
+def test_a_stage_that_does_not_exist_is_refused_by_name(stage):
+    with pytest.raises(ValueError, match=rf"zero.stage={stage} is unknown; legal values: 0, 1, 2, 3"):
         Zero(nn.Linear(2, 2), Mesh.build(), stage=stage, optimizer=adamw)
 
 
@@ -266,7 +266,7 @@ def test_a_model_and_its_zero_are_freed_when_nobody_holds_them():
     zero.begin(microbatches=1)
     global_batch(0).loss(model).backward()
     zero.step()
-    alive = [weakref.ref(model), weakref.ref(zero), weakref.ref(zero.units[0].gradients)]
+    alive = [weakref.ref(model), weakref.ref(zero), weakref.ref(zero.units[0].gradients.tensor)]
     del model, zero
     gc.collect()
     assert [ref() for ref in alive] == [None, None, None]

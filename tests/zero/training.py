@@ -82,7 +82,8 @@ def train(
             store.run()
         record.gradients.append({name: gradient.clone() for name, gradient in zero.raw_gradients().items()})
         record.norms.append(zero.step(max_norm=MAX_NORM).item())
-    record.weights.update({name: p.detach().clone() for name, p in model.named_parameters()})
+    with zero.gathered():
+        record.weights.update({name: p.detach().clone() for name, p in model.named_parameters()})
     return record
 
 
