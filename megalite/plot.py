@@ -33,14 +33,20 @@ class Group(NamedTuple):
     lines: tuple[str, ...]
     points: tuple[str, ...] = ()
     logarithmic: bool = False
+    noisy: bool = True  # what is not gets no smoothed curve, which would only lag behind
 
 
 GROUPS = (
     Group("loss", "loss (nats a token); points: validation", ("train/loss",), ("val/loss",)),
     Group("norm", "gradient norm", ("train/grad_norm",), logarithmic=True),
-    Group("lr", "learning rate", ("train/lr",)),
+    Group("lr", "learning rate", ("train/lr",), noisy=False),
     Group("throughput", "tokens per second, all ranks", ("perf/tokens_per_sec",)),
-    Group("memory", "memory (GiB), at most so far", ("memory/max_allocated_gib", "memory/max_resident_gib")),
+    Group(
+        "memory",
+        "memory (GiB), at most so far",
+        ("memory/max_allocated_gib", "memory/max_resident_gib"),
+        noisy=False,
+    ),
 )
 X_AXES = {"step": "step", "tokens": "train/tokens"}
 
@@ -171,8 +177,10 @@ def _draw_group(axes: Any, group: Group, runs: Sequence[Run], x: str) -> None:
         curves = [curve for metric in group.lines if (curve := run.curve(metric, X_AXES[x]))[0]]
         if curves:
             across, up = curves[0]
-            axes.plot(across, up, color=colour, alpha=0.25, linewidth=0.8)
-            axes.plot(across, smoothed(up), color=colour, linewidth=1.6, label=run.name)
+            if group.noisy:
+                axes.plot(across, up, color=colour, alpha=0.25, linewidth=0.8)
+            curve = smoothed(up) if group.noisy else up
+            axes.plot(across, curve, color=colour, linewidth=1.6, label=run.name)
         for metric in group.points:
             across, up = run.curve(metric, X_AXES[x])
             axes.plot(across, up, "o", color=colour, markersize=4, markeredgecolor="black", markeredgewidth=0.5)

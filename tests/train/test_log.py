@@ -18,11 +18,13 @@ from omegaconf import OmegaConf
 
 from megalite.data import Baselines
 from megalite.mesh import Layout
+from megalite.models.config import MLPConfig
 from megalite.train.check import check
 from megalite.train.config import Config, EvalConfig, LayoutConfig, LogConfig, load
 from megalite.train.launch import World
 from megalite.train.log import Log
 from megalite.train.strict import ConfigError
+from tests.train.test_train import train
 
 TRAIN = {"train/loss": 1 / 3, "train/grad_norm": 2.0**0.5, "train/lr": 1e-3}
 
@@ -182,6 +184,15 @@ def test_an_extra_that_is_missing_is_refused_by_every_rank_before_anything_is_wr
     with pytest.raises(ConfigError, match=rf"log.{name}=true .*pip install 'megalite\[{extra}\]'"):
         log_of(tmp_path / "run", rank=rank, log=LogConfig(**{name: True}))
     assert not (tmp_path / "run").exists()
+
+
+def test_the_header_is_out_before_memory_is_taken(tmp_path, monkeypatch, capsys):
+    """So that who asks for too large a model is warned while the machine still answers."""
+    monkeypatch.setattr("megalite.train.model.build_zero", lambda *a, **k: pytest.fail(capsys.readouterr().out))
+    monkeypatch.setattr("megalite.train.log.available_bytes", lambda *a, **k: 2**20)
+    config = check(replace(Config(), model=MLPConfig(), global_batch_size=8, out_dir=str(tmp_path / "run")), 1)
+    with pytest.raises(pytest.fail.Exception, match=r"memory .* weights 16 MiB(.|\n)*\nwarning: a rank is expected"):
+        train.main(config, World(0, 1, "cpu", "gloo", 1, tmp_path))
 
 
 ENDLESS = """
