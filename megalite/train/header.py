@@ -146,7 +146,7 @@ def memory_warning(need: Memory, available: int | None) -> str:
     if available is None or need.total <= available:
         return ""
     if need.held > available:
-        way_out = "take a smaller model, a larger layout.tp, or precision=bf16"
+        way_out = "take a smaller model or a larger layout.tp"
     else:
         way_out = "take a smaller micro_batch_size or seq_len, recompute=full, or loss.chunk_tokens"
     return (
@@ -163,10 +163,19 @@ def describe_sent(sent: dict[str, float]) -> str:
 
 def describe_peak(operations: float, peak: Peak) -> str:
     """operations: of one token, forward and backward."""
-    cost = f"{operations / 1e6:,.2f} MFLOP a token (6 N + 12 heads head_dim keys, causal: megalite/cost/flops.py)"
+    cost = f"{operations_text(operations)} a token (6 N + 12 heads head_dim keys, causal: megalite/cost/flops.py)"
     if peak.tflops is None:
         return f"{peak.source}; {cost}"
     return f"{cost} over {peak.tflops:g} TFLOPS a rank ({peak.source})"
+
+
+def operations_text(operations: float) -> str:
+    """For people, to three digits: 2.95e6 -> 2.95 MFLOP."""
+    units = ("", "k", "M", "G", "T", "P")
+    place = 0
+    while operations >= 1000 and place + 1 < len(units):
+        operations, place = operations / 1000, place + 1
+    return f"{operations:.3g} {units[place]}FLOP"
 
 
 def size_text(size: float) -> str:

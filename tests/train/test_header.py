@@ -90,7 +90,7 @@ def test_more_than_there_is_is_one_warning_with_what_would_help(model, available
 
 def test_the_peak_and_the_formula_of_mfu_are_named():
     mfu = [line for line in lines_of(Config()) if line.startswith("mfu")]
-    assert "n/a on the CPU" in mfu[0] and "6 N + 12 heads head_dim keys" in mfu[0]
+    assert "n/a on the CPU" in mfu[0] and "2.95 MFLOP a token" in mfu[0] and "6 N + 12 heads head_dim keys" in mfu[0]
     given = check(replace(Config(), cluster=ClusterConfig(peak_tflops=2.5)), 1)
     assert peak_of(given, "cpu") == Peak(2.5, "cluster.peak_tflops")
     assert peak_of(Config(), "cpu").tflops is None

@@ -40,6 +40,40 @@ def test_waiting_is_the_time_blocked_in_a_collective_and_nothing_else(monkeypatc
         assert meter.end() == Times(step_seconds=31, data_seconds=1, wait_seconds=12)
 
 
+class Event:
+    """Stands in for a CUDA event: the time that the stream had when it was recorded."""
+
+    clock = 0.0
+    waited_for = 0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.milliseconds = Event.clock
+
+    def synchronize(self) -> None:
+        Event.waited_for += 1
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.milliseconds - self.milliseconds
+
+
+def test_on_a_gpu_waiting_is_the_time_that_the_stream_stands_still(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    meter = Meter(device="cuda:0")
+    for _ in range(2):
+        with meter.reading():
+            pass
+        for milliseconds in (4, 8):
+            meter.waiting(None)
+            Event.clock += milliseconds
+            meter.waited(None)
+            Event.clock += 100
+        assert meter.end().wait_seconds == pytest.approx(0.012)
+    assert Event.waited_for == 4, "a time was read before the event had happened"
+
+
 def test_the_slowest_rank_is_the_one_that_waits_least():
     look = Look(step_seconds=[0.21, 0.2, 0.2], wait_seconds=[0.15, 0.1, 0.02])
     assert look.slowest == 2
