@@ -127,7 +127,7 @@ class Config:
     steps: length of the learning-rate schedule. stop_after: end after so many of them; null = after all.
     precision: of the arithmetic.
     recompute: none keeps all activations; full keeps a layer's input alone and computes the rest again in backward;
-    selective does so for recompute_ops only. In every recompute_every-th layer.
+    selective does so for recompute_ops only, [] being the core of attention. In every recompute_every-th layer.
     out_dir: where all ranks of the run write.
     verify: check in the first step that gradients agree where the layout says they must.
     device, backend: auto = a GPU where there is one, and NCCL where each local rank has its own.
