@@ -111,9 +111,11 @@ class Layout:
             dp = world_size // rest.world_size
         if (dp or 1) * rest.world_size != world_size:
             factors = equation if dp is None else f"dp={dp} x {equation}"
+            asked = (dp or 1) * rest.world_size
+            running = "1 rank that is running" if world_size == 1 else f"{world_size} ranks that are running"
             raise ValueError(
-                f"layout {factors} = {(dp or 1) * rest.world_size} does not {'divide' if dp is None else 'equal'} the "
-                f"{world_size} ranks that are running"
+                f"layout {factors} = {asked} does not {'divide' if dp is None else 'equal'} the {running}; start "
+                f"{asked} with torchrun --nproc-per-node={asked}{' or a multiple of it' if dp is None else ''}"
             )
         return cls(dp=dp or 1, **sizes)
 

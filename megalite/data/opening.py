@@ -108,7 +108,8 @@ def open_text(path: str | os.PathLike[str], *, key: str = "data.paths", least_by
     except (OSError, ValueError) as error:
         raise DataError(f"{key}: {name} cannot be read ({_reason(error)}); give the path of a text file") from None
     if stat.S_ISDIR(status.st_mode):
-        raise DataError(f"{key}: {name} is a directory; list the files in it: {key}=[{os.path.join(name, 'my.txt')}]")
+        inside = os.path.join(name, "my.txt")
+        raise DataError(f"{key}: {name} is a directory; list the files in it, as in data.paths=[{inside}]")
     if not stat.S_ISREG(status.st_mode):  # opening a named pipe would wait for its writer
         raise DataError(f"{key}: {name} is not a regular file, and only those can be memory-mapped; copy it into one")
     if status.st_size < least_bytes:  # mapping an empty file fails with a message that does not name it

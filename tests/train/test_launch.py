@@ -178,7 +178,7 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch, tmp_path, overrides, cac
         ("out_dir=null", "error: out_dir=null names no folder; take a path"),
         ("-m out_dir= seed=1,2", "error: out_dir= names no folder; take a path"),
         ("out_dir=/proc/nowhere", "error: out_dir: "),
-        ("layout.tp=2", "error: layout cp=1 x tp=2 x pp=1 = 2 does not divide the 1 ranks that are running"),
+        ("layout.tp=2", "error: layout cp=1 x tp=2 x pp=1 = 2 does not divide the 1 rank that is running"),
         ("layout.cp=2", "error: layout.cp=2 is not built yet; take layout.cp=1"),
         ("-m steps=0,1", "error: steps=0 must be above 0"),
     ],
