@@ -179,8 +179,7 @@ def _draw_group(axes: Any, group: Group, runs: Sequence[Run], x: str) -> None:
             across, up = curves[0]
             if group.noisy:
                 axes.plot(across, up, color=colour, alpha=0.25, linewidth=0.8)
-            curve = smoothed(up) if group.noisy else up
-            axes.plot(across, curve, color=colour, linewidth=1.6, label=run.name)
+            axes.plot(across, smoothed(up) if group.noisy else up, color=colour, linewidth=1.6, label=run.name)
         for metric in group.points:
             across, up = run.curve(metric, X_AXES[x])
             axes.plot(across, up, "o", color=colour, markersize=4, markeredgecolor="black", markeredgewidth=0.5)
