@@ -31,6 +31,7 @@ def main(config: Config, world: launch.World) -> None:
     zero, patience = build_zero(config, model, mesh=mesh, device=device), Patience()
     with log, Profile(config, rank=world.rank, zero=zero, model=model) as profile:
         for step in range(1, config.last_step + 1):
+            world.at(step)
             profile.at(step)
             batch = log.read(batches.training, step)
             count = start_count(batch, mesh=mesh, device=device)
@@ -48,7 +49,7 @@ def main(config: Config, world: launch.World) -> None:
             metrics = {"train/loss": loss.item(), "train/grad_norm": grad_norm.item(), "train/lr": zero.lr}
             metrics |= log.measured(step)
             if config.evaluates(step):
-                metrics["val/loss"] = evaluate(model, batches.validation(), mesh=mesh)
+                metrics |= evaluate(model, batches.validation(), mesh=mesh)
             log.step(step, metrics)
             patience.see(step, metrics["train/grad_norm"])
         log.summary(skipped=zero.skipped)
