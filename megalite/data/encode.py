@@ -92,7 +92,7 @@ class Joiner:
         pieces: list[Tokens] = []
         counted: list[tuple[int, bool]] = []  # runs of the mask: length, value
         ends: list[int] = []
-        length = 0
+        length = text_bytes = skipped = 0
         last = int(self._end[0])
         for fragment, row in zip(fragments, tokens, strict=True):
             self._text_bytes += fragment.text_bytes
@@ -112,17 +112,15 @@ class Joiner:
                     counted.append((1, True))
                     length += 1
                     ends.append(length)
-                self._finish()
-        self.counts = self.counts._replace(tokens=self.counts.tokens + length)
+                    text_bytes += self._text_bytes
+                else:
+                    skipped += 1
+                self._begun, self._held, self._text_bytes = False, 0, 0
+        self.counts = self.counts.plus(Counts(len(ends), length, text_bytes, skipped))
         joined = np.concatenate(pieces or [self._end[:0]])  # in the widest type: the writer sees what does not fit
         runs, values = zip(*counted, strict=True) if counted else ((), ())
         mask = np.repeat(np.array(values, dtype=np.uint8), np.array(runs, dtype=np.int64))
         return Joined(joined, np.array(ends, dtype=np.int64), mask)
-
-    def _finish(self) -> None:
-        of_this = Counts(documents=1, text_bytes=self._text_bytes) if self._begun else Counts(skipped=1)
-        self.counts = self.counts.plus(of_this)
-        self._begun, self._held, self._text_bytes = False, 0, 0
 
 
 def batches(fragments: Iterable[Fragment]) -> Iterator[list[Fragment]]:
