@@ -23,17 +23,17 @@ def main(config: Config, world: launch.World) -> None:
     from megalite.train.optim import learning_rate
     from megalite.train.profile import Profile
 
-    layout, device = config.layout.fit(world.size), world.device
-    mesh = Mesh.build(layout)
+    mesh, device = Mesh.build(config.layout.fit(world.size)), world.device
     model = build_model(config, mesh=mesh)
     batches = open_batches(config, dp=mesh.dp, device=device, cache_dir=world.cache_dir)
+    log = Log(config, world=world, mesh=mesh)
+    log.header(data=batches.describe(), baselines=batches.baselines)
     zero, patience = build_zero(config, model, mesh=mesh, device=device), Patience()
-    profile = Profile(config, rank=world.rank, zero=zero, model=model)
-    with Log(config, rank=world.rank, layout=layout, where=world.describe()) as log, profile:
-        log.header(data=batches.describe(), baselines=batches.baselines)
+    with log, Profile(config, rank=world.rank, zero=zero, model=model) as profile:
         for step in range(1, config.last_step + 1):
+            world.at(step)
             profile.at(step)
-            batch = batches.training(step)
+            batch = log.read(batches.training, step)
             count = start_count(batch, mesh=mesh, device=device)
             zero.lr = learning_rate(config.optim, step, steps=config.steps)
             zero.begin(microbatches=len(batch))
@@ -47,9 +47,9 @@ def main(config: Config, world: launch.World) -> None:
             grad_norm = zero.step(max_norm=config.optim.max_norm)
             loss = start_all_reduce(sum(losses), mesh.data()).wait()
             metrics = {"train/loss": loss.item(), "train/grad_norm": grad_norm.item(), "train/lr": zero.lr}
-            metrics["perf/tokens_per_sec"] = log.tokens_per_second()
+            metrics |= log.measured(step)
             if config.evaluates(step):
-                metrics["val/loss"] = evaluate(model, batches.validation(), mesh=mesh)
+                metrics |= evaluate(model, batches.validation(), mesh=mesh)
             log.step(step, metrics)
             patience.see(step, metrics["train/grad_norm"])
         log.summary(skipped=zero.skipped)

@@ -16,6 +16,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from torch.distributed import ProcessGroup
 
     from megalite.spec import ParamSpec
@@ -109,9 +111,11 @@ class Layout:
             dp = world_size // rest.world_size
         if (dp or 1) * rest.world_size != world_size:
             factors = equation if dp is None else f"dp={dp} x {equation}"
+            asked = (dp or 1) * rest.world_size
+            running = "1 rank that is running" if world_size == 1 else f"{world_size} ranks that are running"
             raise ValueError(
-                f"layout {factors} = {(dp or 1) * rest.world_size} does not {'divide' if dp is None else 'equal'} the "
-                f"{world_size} ranks that are running"
+                f"layout {factors} = {asked} does not {'divide' if dp is None else 'equal'} the {running}; start "
+                f"{asked} with torchrun --nproc-per-node={asked}{' or a multiple of it' if dp is None else ''}"
             )
         return cls(dp=dp or 1, **sizes)
 
@@ -275,10 +279,20 @@ class Mesh:
 
                 # Members only: each rank makes exactly one group per axis, so that torch, which names a local group by
                 # how many its process has made, gives all members the same name.
-                group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
+                group = dist.new_group(list(ranks), timeout=_timeout(), use_local_synchronization=True, group_desc=name)
             self._made[key] = Axis(name, len(ranks), ranks.index(self.rank), group, ranks, parent)
         return self._made[key]
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.layout.sizes.items() if size > 1)
         return f"Mesh(rank {self.rank} of {self.layout.world_size}: {sizes or 'every axis is 1'})"
+
+
+def _timeout() -> timedelta | None:
+    """How long the default group waits: torch would give a new group a default of its own. None if it doesn't say."""
+    import torch.distributed as dist
+
+    default = dist.group.WORLD
+    assert default is not None
+    options = getattr(default._get_backend(default._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)

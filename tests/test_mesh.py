@@ -245,3 +245,14 @@ def _wrong_world() -> None:
 
 def test_a_layout_of_other_ranks_than_run_is_refused():
     run(_wrong_world, 2)
+
+
+def _timeouts() -> set[float]:
+    mesh = Mesh.build(Layout(dp=2))
+    groups = [dist.group.WORLD, mesh.dp.group, mesh.data().group]
+    return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+
+
+def test_every_group_waits_as_long_as_the_default_one():
+    (seconds,) = run(_timeouts, 2, timeout=45, checked=False)[0]
+    assert seconds == 90  # of ranks.run: twice its own timeout

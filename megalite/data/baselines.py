@@ -20,12 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.source import Source
-from megalite.data.split import Part
+from megalite.data.source import IGNORED, Windows
 
 Int64s = npt.NDArray[np.int64]
 
 LARGEST_TABLE_SIDE = 4096  # a table of pairs has the square of this
+MOST_TOKENS = 1 << 24
+PIECE_TOKENS = 1 << 16  # read at a stretch: fewer seeks than windows
 BLOCK_TOKENS = 1 << 20
 
 
@@ -37,17 +38,26 @@ class Baselines:
     bigram_nats: float | None
 
 
-def baselines_of(sources: Sequence[Source], *, seq_len: int, most_tokens: int = 1 << 26) -> Baselines:
-    """Count the training parts of all sources and score their validation parts; weights of sources play no role.
+def baselines_of(
+    training: Sequence[Windows],
+    validation: Sequence[Windows],
+    *,
+    separate: bool = False,
+    most_tokens: int = MOST_TOKENS,
+) -> Baselines | None:
+    """Count the labels of the training windows, score those of the validation windows; None if there is none of either.
 
-    A pair never joins two runs, and the first token of a run is never predicted. Of a source with more than
-    `most_tokens` tokens only every k-th run is taken, evenly over its length, so the time does not grow with the
-    corpus. Raises DataError if a source is too small for seq_len (which sets the length of runs).
+    Only labels that count in the loss (separate: as `Windows.labelled`) are counted, once each; weights of sources play
+    no role. Where there are more than `most_tokens` in all, pieces spread evenly over each source are taken, an eighth
+    of them for validation, so the time does not grow with the corpus.
     """
-    vocab_size = max(source.vocab_size for source in sources)
+    vocab_size = max((windows.source.vocab_size for windows in (*training, *validation)), default=1)
     seen, scored = (
-        _count(_runs(sources, part, seq_len=seq_len, most_tokens=most_tokens), vocab_size=vocab_size) for part in Part
+        _count(windows, vocab_size=vocab_size, separate=separate, most_tokens=most)
+        for windows, most in ((training, most_tokens - most_tokens // 8), (validation, most_tokens // 8))
     )
+    if not seen.any() or not scored.any():
+        return None
     bigram = _cross_entropy(scored, seen) if seen.ndim == 2 else None
     unigram = _cross_entropy(scored.reshape(-1, vocab_size).sum(axis=0), seen.reshape(-1, vocab_size).sum(axis=0))
     return Baselines(unigram, bigram)
@@ -60,22 +70,25 @@ def _cross_entropy(scored: Int64s, seen: Int64s) -> float:
     return float(-(scored * log_p).sum() / scored.sum())
 
 
-def _runs(
-    sources: Sequence[Source], part: Part, *, seq_len: int, most_tokens: int
-) -> Iterator[npt.NDArray[np.integer]]:
-    """The runs of one part of all sources; of a long source, every k-th."""
-    for source in sources:
-        every = -(-len(source) // most_tokens)
-        for start, stop in source.split(seq_len).runs(part, every=every):
-            yield source.view(start, stop)
+def _pieces(windows: Sequence[Windows], *, most_tokens: int) -> Iterator[tuple[Windows, Int64s]]:
+    """Numbers of windows next to each other, and whose they are: all of them, or as many as hold most_tokens."""
+    total = sum(len(one) * one.split.seq_len for one in windows)
+    for one in windows:
+        together = max(1, min(PIECE_TOKENS, most_tokens // len(windows)) // one.split.seq_len)
+        pieces = -(-len(one) // together)
+        taken = pieces if total <= most_tokens else max(1, pieces * most_tokens // total)
+        for piece in range(taken):
+            first = piece * pieces // taken * together
+            yield one, np.arange(first, min(first + together, len(one)))
 
 
-def _count(runs: Iterator[npt.NDArray[np.integer]], *, vocab_size: int) -> Int64s:
-    """How often each token follows each, over all runs: (V, V), or (V,), how often it follows any, for a large V."""
+def _count(windows: Sequence[Windows], *, vocab_size: int, separate: bool, most_tokens: int) -> Int64s:
+    """How often each token follows each: (V, V), or (V,), how often it follows any, for a large V."""
     shape = (vocab_size,) * (2 if vocab_size <= LARGEST_TABLE_SIDE else 1)
     counts = np.zeros(np.prod(shape), dtype=np.int64)
     stride = vocab_size if len(shape) == 2 else 0  # how far apart in `counts` two previous tokens lie
-    for codes in _blocks(run[:-1].astype(np.int64) * stride + run[1:] for run in runs):
+    rows = (one.labelled(piece, separate=separate) for one, piece in _pieces(windows, most_tokens=most_tokens))
+    for codes in _blocks((tokens * stride + labels)[labels != IGNORED] for tokens, labels, _ in rows):
         counts += np.bincount(codes, minlength=len(counts))
     return counts.reshape(shape)
 

@@ -12,11 +12,16 @@ import os
 import platform
 import secrets
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.data.source import BYTE_VOCABULARY, DataError, Source, map_bytes, open_texts
+import numpy as np
+
+from megalite.data.documents import Ends
+from megalite.data.errors import DataError
+from megalite.data.meta import fingerprint_of
+from megalite.data.source import BYTE_VOCABULARY, Source, map_bytes
 
 LEAST_BYTES = 1_000_000
 # Tests would be half of the text; installed packages and build records differ from machine to machine.
@@ -63,6 +68,8 @@ def list_sources(root: Path) -> Listing:
 def open_standard_library(cache_dir: Path, *, root: Path | None = None) -> Source:
     """The standard library of the running interpreter (or what lies under `root`) as bytes, one file after another.
 
+    Each file is a document.
+
     Any number of processes may call this at once: each that finds no cache file writes one under a name of its own
     and renames it, so a reader sees the whole file or none, and whose rename comes last does not matter, since all
     wrote the same bytes.
@@ -81,18 +88,19 @@ def open_standard_library(cache_dir: Path, *, root: Path | None = None) -> Sourc
         if not (path.exists() and path.stat().st_size == listing.total_bytes):
             _write(listing, path)
         return Source(
-            f"Python {platform.python_version()} standard library", map_bytes(path), vocab_size=BYTE_VOCABULARY
+            f"Python {platform.python_version()} standard library",
+            map_bytes(path),
+            BYTE_VOCABULARY,
+            documents=Ends(np.cumsum([size for _, size in listing.files])),
+            mean_bytes=1.0,
+            tokenizer="bytes",
+            fingerprint=fingerprint_of(path),
         )
     except OSError as error:
         raise DataError(
             f"the default corpus cannot be cached in {cache_dir} ({error}); "
             "set XDG_CACHE_HOME to a directory that you may write, or give a text of your own: data.paths=[my.txt]"
         ) from None
-
-
-def open_sources(paths: Sequence[str | os.PathLike[str]] | None, *, cache_dir: Path) -> list[Source]:
-    """What `data.paths` names, one source a file, or the default corpus where it names none; DataError as they do."""
-    return open_texts(paths) if paths else [open_standard_library(cache_dir)]
 
 
 def _write(listing: Listing, path: Path) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megalite.data.errors import DataError
+
 Int64s = npt.NDArray[np.int64]
 
 
@@ -55,13 +57,22 @@ class Documents(ABC):
             low, high = np.where(past, low, np.minimum(middle + 1, high)), np.where(past, middle, high)
         return low
 
-    def along(self, starts: Int64s, length: int) -> Int64s:
-        """The documents along windows of `length` tokens, counted within each: (rows,) -> (rows, length) from 0 up."""
+    def along(self, starts: Int64s, length: int, *, name: str = "") -> Int64s:
+        """The documents along windows of `length` tokens, counted within each: (rows,) -> (rows, length) from 0 up.
+
+        Raises DataError, with the source's name, where ends fall: a damaged index.
+        """
         first, last = self.holding(starts), self.holding(starts + length - 1)
         inside = last - first  # how many documents end within each window
-        rows = np.repeat(np.arange(len(starts)), inside)
+        rows = np.repeat(np.arange(len(starts)), np.maximum(inside, 0))
         nth = np.arange(len(rows)) - np.repeat(np.cumsum(inside) - inside, inside)
         begins = self.ends(first[rows] + nth) - starts[rows]
+        falls = (np.diff(begins) < 0) & (np.diff(rows) == 0)
+        if (inside < 0).any() or ((begins < 1) | (begins >= length)).any() or falls.any():
+            raise DataError(
+                f"{name}: its documents' ends do not rise from token {starts.min()} to {starts.max() + length}; "
+                "the index is damaged: write the file anew"
+            )
         steps = np.zeros((len(starts), length), dtype=np.int64)
         steps[rows, begins] = 1  # not added: an empty document begins where the next one does
         return steps.cumsum(axis=1)

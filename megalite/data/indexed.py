@@ -29,8 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data.documents import Documents, Packed
+from megalite.data.errors import DataError
 from megalite.data.meta import Meta, fingerprint, is_indexed, prefix_of, read_meta, write_meta
-from megalite.data.source import DataError
 
 __all__ = [
     "Indexed",
@@ -211,6 +211,7 @@ class IndexedWriter:
             raise DataError(f"tokens cannot be written as {np.dtype(dtype)}; take uint16, or int32 past 65536 of them")
         self.masked = masked
         self.tokens = self.sequences = self.documents = 0
+        self._unfinished = 0  # tokens past the end of the last document
 
     def __enter__(self) -> IndexedWriter:
         self._files, self._out = ExitStack(), dict[str, IO[bytes]]()
@@ -243,27 +244,44 @@ class IndexedWriter:
         Raises DataError for an empty document and for a token that the type does not hold.
         """
         row = np.asarray(tokens)
+        self.extend(row, np.array([len(row)]), None if mask is None else np.asarray(mask))
+
+    def extend(
+        self,
+        tokens: npt.NDArray[np.integer],
+        ends: npt.NDArray[np.int64],
+        mask: npt.NDArray[np.integer] | None = None,
+    ) -> None:
+        """Documents one after another: (length,) tokens, (documents,) where in them each ends, the mask as `add`.
+
+        Tokens past the last end begin a document that the next call goes on with. Raises DataError as `add`.
+        """
         limits = np.iinfo(self.dtype)
-        if row.ndim != 1 or not 0 < len(row) <= LONGEST_SEQUENCE or row.dtype.kind not in "iu":
+        sizes = np.diff(ends, prepend=-self._unfinished)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not ((sizes > 0) & (sizes <= LONGEST_SEQUENCE)).all():
             raise DataError(
-                f"document {self.documents}: {row.dtype} of shape {row.shape} is none; "
-                f"give 1 to {LONGEST_SEQUENCE} whole numbers in a row"
+                f"document {self.documents} or one of {len(ends)} after it: {tokens.dtype} of shape {tokens.shape} with "
+                f"ends at {ends[:9].tolist()}; give 1 to {LONGEST_SEQUENCE} whole numbers for each"
             )
-        if row.min() < max(0, limits.min) or row.max() > limits.max:
+        if tokens.size and (tokens.min() < 0 or tokens.max() > limits.max):
             raise DataError(
-                f"document {self.documents}: tokens from {row.min()} to {row.max()} do not fit into {self.dtype}, "
-                f"0 to {limits.max}; take the type of the vocabulary's size"
+                f"document {self.documents} or one of {len(ends)} after it: tokens {tokens.min()} to {tokens.max()} "
+                f"do not fit into {self.dtype}, 0 to {limits.max}; take the type of the vocabulary's size"
             )
-        assert (mask is not None) == self.masked and (mask is None or len(mask) == len(row)), "one mask a token"
+        assert (mask is not None) == self.masked and (mask is None or len(mask) == len(tokens)), "one mask a token"
         if mask is not None:
-            self._put("mask", np.asarray(mask).astype(np.uint8))
-        self._put("bin", row.astype(self.dtype))
-        self._put("sizes", np.array([len(row)], dtype="<i4"))
-        self.tokens, self.sequences, self.documents = self.tokens + len(row), self.sequences + 1, self.documents + 1
-        self._put("documents", np.array([self.sequences], dtype="<i8"))
+            self._put("mask", mask.astype(np.uint8))
+        self._put("bin", tokens.astype(self.dtype))
+        self._put("sizes", sizes.astype("<i4"))
+        self._put("documents", np.arange(1, len(ends) + 1, dtype="<i8") + self.sequences)
+        self.tokens += len(tokens)
+        self.sequences += len(ends)
+        self.documents += len(ends)
+        self._unfinished = len(tokens) - int(ends[-1]) if len(ends) else self._unfinished + len(tokens)
 
     def append(self, prefix: str | os.PathLike[str]) -> None:
         """All documents of another pair, copied in blocks. Raises DataError as `open_indexed`, and for another type."""
+        assert not self._unfinished, "a document has begun"
         other = open_indexed(prefix, key="append")
         if other.tokens.dtype != self.dtype or (other.mask is not None) != self.masked:
             raise DataError(
@@ -287,6 +305,7 @@ class IndexedWriter:
         self._out[kind].write(array.tobytes())
 
     def _finish(self) -> None:
+        assert not self._unfinished, "the last document has no end"
         if not self.documents:
             raise DataError(f"{self.prefix}: no document was given, and an empty set cannot be read; give at least one")
         out, sizes = self._out["idx"], self._out["sizes"]

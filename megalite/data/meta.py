@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.source import DataError
+from megalite.data.errors import DataError
 
 BLOCKS = 64
 BLOCK_BYTES = 4096
@@ -109,9 +109,13 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
     A hash of the lengths and of 64 blocks of 4096 bytes, evenly spread from the first to the last, of each file: it
     tells of another text, tokenizer, type or length, and not of every single byte in a large file.
     """
-    names = [f"{prefix_of(path)}{end}" for end in (".bin", ".idx")] if is_indexed(path) else [os.fspath(path)]
+    return fingerprint_of(*([f"{prefix_of(path)}{end}" for end in (".bin", ".idx")] if is_indexed(path) else [path]))
+
+
+def fingerprint_of(*files: str | os.PathLike[str]) -> str:
+    """`fingerprint` of these files, whatever they are called."""
     digest = hashlib.blake2b(digest_size=8)
-    for name in names:  # the type of the tokens is in the head of the index
+    for name in files:  # the type of the tokens is in the head of the index
         with open(name, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(size.to_bytes(8, "little"))

@@ -13,6 +13,8 @@ without talking.
 3. Index i of a source with n windows is in epoch i div n, and is window P(i mod n), where P is a permutation of the
    n windows keyed by (seed, source, epoch): within an epoch each window is read exactly once.
 
+`megalite.data.samples` strings several such sequences together, for data that changes during a run.
+
 A permutation of n that can be evaluated at one point in constant memory is a Feistel cipher (Luby and Rackoff 1988)
 with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
 """
@@ -26,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.source import DataError
+from megalite.data.errors import DataError
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
@@ -120,14 +122,14 @@ class Mixture:
     source has a sample. Raises DataError if the largest block has no room for one of them.
     """
 
-    def __init__(self, weights: Sequence[float], *, seed: int) -> None:
+    def __init__(self, weights: Sequence[float], *, seed: int, key: str = "data.weights") -> None:
         self.block = SMALLEST_BLOCK
         while (counts := largest_remainder(weights, self.block)).min() == 0:
             if self.block == LARGEST_BLOCK:
                 raise DataError(
-                    f"data.weights: a share of {min(weights) / sum(weights):.3g} gives a source none of "
+                    f"{key}: a share of {min(weights) / sum(weights):.3g} gives a source none of "
                     f"{self.block} samples; give each {1 / self.block:.3g} of the sum at least, or 0 to leave it out "
-                    "(where data.weights is null, shares are sizes: give weights, or join small files)"
+                    f"(where {key} is null, shares are sizes: give weights, or join small files)"
                 )
             self.block *= 2
         self.counts = counts
@@ -137,25 +139,32 @@ class Mixture:
         """(count,) sample numbers, in any order -> where each lies. Costs one block for each block touched."""
         blocks, places = np.divmod(samples, self.block)
         source, ordinal = np.empty_like(samples), np.empty_like(samples)
-        for block in np.unique(blocks):
+        for block in np.unique(blocks).tolist():
             here = blocks == block
-            sources_here, ranks = self._lay_out(block)
-            source[here] = sources_here[places[here]]
-            ordinal[here] = block * self.counts[source[here]] + ranks[places[here]]
+            laid_out = self.lay_out(block)
+            source[here], ordinal[here] = laid_out.source[places[here]], laid_out.ordinal[places[here]]
         return Placed(source, ordinal)
 
-    def _lay_out(self, block: np.int64) -> tuple[Int64s, Int64s]:
-        """For each place in the block its source, and how many places of that source come before it; (block,) each."""
+    def lay_out(self, block: int) -> Placed:
+        """Where each sample of a block lies; (block,) each."""
         key = keys_at(self._key, np.array([block]))
         places = permute(np.arange(self.block, dtype=np.int64), self.block, key)
         sources = np.repeat(np.arange(len(self.counts)), self.counts)[places]
         by_source = np.argsort(sources, kind="stable")
         ranks = np.empty_like(places)
         ranks[by_source] = np.arange(self.block) - np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
-        return sources, ranks
+        return Placed(sources, block * self.counts[sources] + ranks)
+
+    def before(self, sample: int) -> Int64s:
+        """How many of the samples below this one each source has: (sources,) int64. Costs one block at most."""
+        block, places = divmod(sample, self.block)
+        counts = block * self.counts
+        if places:
+            counts = counts + np.bincount(self.lay_out(block).source[:places], minlength=len(counts))
+        return counts
 
 
-def checked_weights(weights: Sequence[float] | None, *, sizes: Sequence[int]) -> list[float]:
+def checked_weights(weights: Sequence[float] | None, *, sizes: Sequence[int], key: str = "data.weights") -> list[float]:
     """The weight of each source: as given; for None its size, so that all text is read equally often, as one file.
 
     Raises DataError for a wrong number of weights, one that is negative or not a number, or none above zero.
@@ -164,13 +173,14 @@ def checked_weights(weights: Sequence[float] | None, *, sizes: Sequence[int]) ->
         return [float(size) for size in sizes]
     if len(weights) != len(sizes):
         raise DataError(
-            f"data.weights has {len(weights)} values for {len(sizes)} sources in data.paths; give one a source"
+            f"{key} has {len(weights)} values for {len(sizes)} sources in {key.replace('weights', 'paths')}; "
+            "give one a source"
         )
     for place, weight in enumerate(weights):
         if not 0 <= weight < float("inf"):
-            raise DataError(f"data.weights[{place}]={weight} is not a weight; give numbers from 0 up (any scale)")
+            raise DataError(f"{key}[{place}]={weight} is not a weight; give numbers from 0 up (any scale)")
     if not any(weights):
         raise DataError(
-            f"data.weights: all {len(weights)} are 0, so there is nothing to read; give one source a positive weight"
+            f"{key}: all {len(weights)} are 0, so there is nothing to read; give one source a positive weight"
         )
     return [float(weight) for weight in weights]

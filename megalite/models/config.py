@@ -24,7 +24,8 @@ def check_choices(config: Any, prefix: str) -> None:
         choices = f.metadata.get("choices")
         if choices and getattr(config, f.name) not in choices:
             legal = ", ".join(choices)
-            raise ValueError(f"{prefix}.{f.name}={getattr(config, f.name)} is unknown; take one of {legal}")
+            key = f"{prefix}.{f.name}" if prefix else f.name
+            raise ValueError(f"{key}={getattr(config, f.name)} is unknown; take one of {legal}")
 
 
 def check_positive(config: Any, names: tuple[str, ...]) -> None:

@@ -22,7 +22,9 @@ class Microbatch:
     nothing to predict. positions: (seq,) int64, global. sample_ids: (batch,) int64, the place of each sequence in the
     order of all samples, which dropout is drawn from. step: from 1. documents: (batch, seq) int64, the number of the
     document that each token belongs to, where tokens are to see their own document only; None where they see all that
-    come before. Raises ValueError where the shapes disagree.
+    come before. counted: how many labels count, where that is known without a look at the device. label_bytes: how many
+    bytes of text those stand for, for the evaluation in bits per byte; None where it is unknown. Raises ValueError
+    where the shapes disagree.
     """
 
     tokens: Tensor
@@ -31,6 +33,8 @@ class Microbatch:
     sample_ids: Tensor
     step: int
     documents: Tensor | None = None
+    counted: int | None = None
+    label_bytes: float | None = None
 
     def __post_init__(self) -> None:
         batch, seq = self.tokens.shape
@@ -43,20 +47,21 @@ class Microbatch:
 
     def valid(self) -> int:
         """How many summands this micro-batch adds to the loss: its labels that count."""
-        return int((self.labels != IGNORED).sum())
+        return int((self.labels != IGNORED).sum()) if self.counted is None else self.counted
 
 
 @dataclass(frozen=True)
 class VectorMicrobatch:
     """Vectors to be mapped onto vectors: what the deep MLP trains on.
 
-    inputs, targets: (batch, hidden). sample_ids: (batch,) int64. step: from 1.
+    inputs, targets: (batch, hidden). sample_ids: (batch,) int64. step: from 1. label_bytes: None, for want of text.
     """
 
     inputs: Tensor
     targets: Tensor
     sample_ids: Tensor
     step: int
+    label_bytes: None = None
 
     def valid(self) -> int:
         """How many summands this micro-batch adds to the loss: one squared error for each target entry."""

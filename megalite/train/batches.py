@@ -1,14 +1,25 @@
 """From sample numbers to micro-batches on this rank's device: what megalite.data gives, as the tensors a model takes.
 
 One class for each kind of data, with the same three questions: the micro-batches of a step, those of the validation
-part, and what a model must beat. All are pure functions of (seed, sample number): no state, no communication.
+part, and what a model must beat. All are pure functions of (configuration, sample number): no state, no communication.
+
+    with open_batches(config, dp=mesh.dp, device=device, cache_dir=cache_dir) as batches:
+        for step in range(1, config.last_step + 1):
+            batch = batches.training(step)
+
+Training never runs out of samples: when a source has been read through, its next epoch begins, in another order, in the
+middle of a batch if it falls there. So every step has a whole global batch on every data rank, there is no partial last
+one, and each step's loss is divided by the number of its own labels that count (`start_count`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +27,20 @@ import torch
 from torch import Tensor
 
 from megalite.comm import Pending, start_all_reduce
-from megalite.data import Baselines, DataError, Samples, baselines_of, gaussian, open_sources, shard, targets
+from megalite.data import IGNORED, Baselines, baselines_of, gaussian, shard, targets
 from megalite.data import Batch as Rows
 from megalite.mesh import Axis, Mesh
 from megalite.models.config import GPTConfig
 from megalite.models.microbatch import Microbatch, VectorMicrobatch
 from megalite.train.config import Config
+from megalite.train.prefetch import Prefetch
+from megalite.train.sources import open_data
 from megalite.train.spans import Span, span_at, spans_of
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+M = TypeVar("M", Microbatch, VectorMicrobatch)
 Int64s = npt.NDArray[np.int64]
 Batch = list[Microbatch] | list[VectorMicrobatch]
 FIRST_VALIDATION_VECTOR = 1 << 62  # vectors are endless: those that training never comes to serve as the other part
@@ -63,84 +80,161 @@ class Share:
             numbers = self.numbers(start, batch)
             yield np.where(numbers < count, numbers, -1)
 
-    def place(self, array: npt.NDArray[np.generic], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.from_numpy(array).to(self.device, dtype)
+    @property
+    def on_gpu(self) -> bool:
+        return torch.device(self.device).type == "cuda"
+
+    def hold(self, array: npt.NDArray[np.generic], dtype: torch.dtype = torch.int64) -> Tensor:
+        """An array as a tensor in the host's memory; for a GPU, in pages that it can copy from by itself."""
+        tensor = torch.from_numpy(array).to(dtype)
+        return tensor.pin_memory() if self.on_gpu else tensor
+
+    def send(self, microbatch: M) -> M:
+        """A micro-batch on this rank's device; the copy is under way, before all that is asked of the device next."""
+        if not self.on_gpu:
+            return microbatch
+        values = {field.name: getattr(microbatch, field.name) for field in fields(microbatch)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        sent: dict[str, Any] = {name: tensor.to(self.device, non_blocking=True) for name, tensor in tensors.items()}
+        return replace(microbatch, **sent)
+
+    def device_of_thread(self) -> AbstractContextManager[object]:
+        """Each thread has a current GPU of its own, at first that of another rank."""
+        return torch.cuda.device(self.device) if self.on_gpu else nullcontext()
 
 
-class TokenBatches:
-    """Text as tokens: the files of data.paths, or the default corpus.
+class Batches(ABC, Generic[M]):
+    """A context manager; leaving it ends the thread that reads ahead. See `TokenBatches` and `VectorBatches`.
 
-    Raises DataError if they cannot be read, are too short for seq_len, or hold tokens outside of model.vocab_size.
+    fingerprints: of the sources, in the order in which the configuration names them.
     """
 
-    def __init__(self, config: Config, share: Share, cache_dir: Path) -> None:
-        assert isinstance(config.model, GPTConfig)
-        data = config.data
-        self.share, self.seq_len = share, config.seq_len
-        sources = open_sources(data.paths, cache_dir=cache_dir)
-        self.samples = Samples(sources, seq_len=config.seq_len, seed=config.seed, weights=data.weights)
-        vocab_size = max(source.vocab_size for source in self.samples.sources)
-        if vocab_size > config.model.vocab_size:
-            raise DataError(
-                f"model.vocab_size={config.model.vocab_size} is too small for data.paths, whose tokens go up to "
-                f"{vocab_size - 1}; take at least {vocab_size}"
-            )
-        # Spread over the whole part, so that a small sample of it is a fair one.
-        windows = self.samples.validation_count
-        count = min(config.eval.sequences, windows)
-        self.validation_windows = np.arange(count, dtype=np.int64) * windows // count
-
-    def training(self, step: int) -> list[Microbatch]:
-        """The micro-batches of a step, from 1: samples [(step - 1) x global_batch_size, step x global_batch_size)."""
-        return [self._microbatch(self.samples.read(numbers), step) for numbers in self.share.training(step)]
-
-    def validation(self) -> Iterator[list[Microbatch]]:
-        """eval.sequences validation windows, or all if there are fewer; each once, whatever the layout."""
-        outside = self.samples.validation_count
-        for places in self.share.validation(len(self.validation_windows)):
-            windows = np.where(places < 0, outside, self.validation_windows[places])
-            yield [self._microbatch(self.samples.read_validation(row), 0) for row in windows]
-
-    def baselines(self) -> Baselines | None:
-        """The loss of guessing by counts."""
-        return baselines_of(self.samples.sources, seq_len=self.seq_len)
-
-    def describe(self) -> str:
-        return self.samples.describe()
-
-    def _microbatch(self, rows: Rows, step: int) -> Microbatch:
-        place = self.share.place
-        positions = torch.arange(self.seq_len, device=self.share.device)
-        return Microbatch(place(rows.tokens), place(rows.labels), positions, place(rows.sample_ids), step)
-
-
-class VectorBatches:
-    """Random vectors and what the deep MLP should make of them. A batch's last micro-batches may fall short."""
+    fingerprints: Sequence[str] = ()
 
     def __init__(self, config: Config, share: Share) -> None:
         self.config, self.share = config, share
+        self._ahead: Prefetch[list[M]] = Prefetch(self._on_host, ahead=config.data.prefetch, last=config.last_step)
 
-    def training(self, step: int) -> list[VectorMicrobatch]:
-        """The micro-batches of a step, from 1."""
-        return [self._microbatch(numbers, step) for numbers in self.share.training(step)]
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ahead.close()
+
+    def training(self, step: int) -> list[M]:
+        """The micro-batches of a step, from 1: those of its samples that this data rank reads."""
+        return [self.share.send(microbatch) for microbatch in self._ahead.take(step)]
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long the last `training` waited for its data."""
+        return self._ahead.waited_seconds
+
+    def _on_host(self, step: int) -> list[M]:
+        with self.share.device_of_thread():
+            return self._read(step)
+
+    @abstractmethod
+    def _read(self, step: int) -> list[M]:
+        """The micro-batches of a step, in the host's memory."""
+
+    @abstractmethod
+    def validation(self) -> Iterator[list[M]]:
+        """eval.sequences samples that training does not read, or all if there are fewer; each once in any layout."""
+
+    @abstractmethod
+    def baselines(self) -> Baselines | None:
+        """The loss of guessing by counts; None where there is nothing to count."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """For the header: one line a source."""
+
+
+class TokenBatches(Batches[Microbatch]):
+    """Text as tokens: what the configuration's data group names.
+
+    Raises DataError as `open_data`; in `training` and `validation` for a token that the model does not know.
+    """
+
+    def __init__(self, config: Config, share: Share, cache_dir: Path) -> None:
+        super().__init__(config, share)
+        self._data = open_data(config, share.spans, cache_dir=cache_dir)
+        self.samples = self._data.samples
+        self.fingerprints = [source.fingerprint for source in self._data.sources]
+        # Spread over the whole part, so that a small sample of it is a fair one.
+        windows = len(self._data.validation)
+        count = min(config.eval.sequences, windows)
+        self.validation_windows = np.arange(count, dtype=np.int64) * windows // max(count, 1)
+
+    def validation(self) -> Iterator[list[Microbatch]]:
+        """As `Batches.validation`; of the last span's sequence length, with label_bytes."""
+        outside = len(self._data.validation)
+        for places in self.share.validation(len(self.validation_windows)):
+            windows = np.where(places < 0, outside, self.validation_windows[places])
+            read = [self._data.validation.read(row) for row in windows]
+            yield [self.share.send(one) for rows in read for one in self._microbatches(rows, 1, step=0)]
+
+    def baselines(self) -> Baselines | None:
+        """As `Batches.baselines`: counted on what is trained on with the last span's sequence length."""
+        training = self.samples.windows(self.share.spans[-1].seq_len).values()
+        separate = self.config.data.documents == "separate"
+        return baselines_of(list(training), self._data.validation.windows, separate=separate)
+
+    def describe(self) -> str:
+        validation = f"{len(self._data.validation)} validation windows of {self.share.spans[-1].seq_len}"
+        return "\n".join([*(source.describe() for source in self._data.sources), validation])
+
+    def _read(self, step: int) -> list[Microbatch]:
+        numbers = self.share.training(step)
+        return self._microbatches(self.samples.read(numbers.ravel()), len(numbers), step=step)
+
+    def _microbatches(self, rows: Rows, count: int, *, step: int) -> list[Microbatch]:
+        """Rows cut into `count` micro-batches."""
+        arrays = (rows.tokens, rows.labels, rows.sample_ids, rows.documents)
+        pieces = [None if array is None else self.share.hold(array).chunk(count) for array in arrays]
+        tokens, labels, ids, documents = pieces
+        assert tokens is not None and labels is not None and ids is not None
+        counted = (rows.labels != IGNORED).reshape(count, -1).sum(axis=1).tolist()
+        positions = self.share.hold(np.arange(rows.tokens.shape[1]))
+        return [
+            Microbatch(
+                tokens[j],
+                labels[j],
+                positions,
+                ids[j],
+                step,
+                None if documents is None else documents[j],
+                counted[j],
+                rows.label_bytes,
+            )
+            for j in range(count)
+        ]
+
+
+class VectorBatches(Batches[VectorMicrobatch]):
+    """Random vectors and what the deep MLP should make of them. A batch's last micro-batches may fall short."""
 
     def validation(self) -> Iterator[list[VectorMicrobatch]]:
         """eval.sequences vectors that training does not come to."""
         for places in self.share.validation(self.config.eval.sequences):
-            yield [self._microbatch(FIRST_VALIDATION_VECTOR + row[row >= 0], 0) for row in places]
+            rows = [FIRST_VALIDATION_VECTOR + row[row >= 0] for row in places]
+            yield [self.share.send(self._microbatch(row, 0)) for row in rows]
 
-    def baselines(self) -> Baselines | None:
+    def baselines(self) -> None:
         """None: there is nothing to count."""
-        return None
 
     def describe(self) -> str:
         return f"endless random vectors of {self.config.model.hidden_size}"
 
+    def _read(self, step: int) -> list[VectorMicrobatch]:
+        return [self._microbatch(numbers, step) for numbers in self.share.training(step)]
+
     def _microbatch(self, numbers: Int64s, step: int) -> VectorMicrobatch:
         inputs = gaussian(self.config.seed, numbers, self.config.model.hidden_size)
         dtype = getattr(torch, self.config.dtype)
-        place = self.share.place
-        return VectorMicrobatch(place(inputs, dtype), place(targets(inputs), dtype), place(numbers), step)
+        hold = self.share.hold
+        return VectorMicrobatch(hold(inputs, dtype), hold(targets(inputs), dtype), hold(numbers), step)
 
 
 def start_count(batch: Batch, *, mesh: Mesh, device: str) -> Pending[Tensor]:
@@ -154,7 +248,7 @@ def start_count(batch: Batch, *, mesh: Mesh, device: str) -> Pending[Tensor]:
 
 
 def open_batches(config: Config, *, dp: Axis, device: str, cache_dir: Path) -> TokenBatches | VectorBatches:
-    """The data that the model of this configuration learns from. Raises DataError as `TokenBatches` does."""
+    """The data that the model of this configuration learns from, to be left at its end. DataError as `TokenBatches`."""
     share = Share(spans_of(config), config.micro_batch_size, dp, device)
     if isinstance(config.model, GPTConfig):
         return TokenBatches(config, share, cache_dir)

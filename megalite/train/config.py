@@ -214,7 +214,7 @@ class Config:
     micro_batch_size: sequences in one pass of one rank; null = as many as the batch gives it.
     steps: length of the learning-rate schedule. stop_after: end after so many of them; null = after all.
     recompute: none keeps all activations; full keeps a layer's input alone and computes the rest again in backward;
-    selective does so for recompute_ops only. In every recompute_every-th layer.
+    selective does so for recompute_ops only, [] being the core of attention. In every recompute_every-th layer.
     out_dir: where all ranks of the run write.
     verify: check in the first step that gradients agree where the layout says they must.
     """

@@ -1,7 +1,8 @@
-"""The loss over the validation part: the same samples, and so the same number, in every layout."""
+"""The loss over the validation part: the same samples, and so the same numbers, in every layout."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -9,24 +10,37 @@ from torch import nn
 
 from megalite.comm import start_all_reduce
 from megalite.mesh import Mesh
+from megalite.models.microbatch import Microbatch
 from megalite.train.batches import Batch
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], *, mesh: Mesh) -> float:
-    """Mean loss over all summands (tokens that count) of all data ranks' batches: a mean of sums, never of means.
+def evaluate(model: nn.Module, batches: Iterable[Batch], *, mesh: Mesh) -> dict[str, float]:
+    """val/loss, the mean over all summands (tokens that count) of all data ranks' batches: of sums, never of means.
 
-    `model(None, microbatch)` gives the sum over its summands. Dropout is off meanwhile. Every rank calls it, with
-    equally many micro-batches. No summand at all gives 0.
+    In nats; for text also val/perplexity, its exponential, and val/bits_per_byte where it is known how many bytes the
+    tokens stand for: the same text in other tokens can be compared by it. `model(None, microbatch)` gives the sum over
+    its summands. Dropout is off meanwhile. Every rank calls it, with equally many micro-batches; no summand gives 0.
     """
     was_training = model.training
     model.eval()
-    loss, count = 0.0, 0
+    loss = count = label_bytes = 0.0
+    is_text, bytes_known = False, True
     for batch in batches:
         for microbatch in batch:
             loss += model(None, microbatch).item()
             count += microbatch.valid()
+            is_text = isinstance(microbatch, Microbatch)
+            bytes_known = bytes_known and microbatch.label_bytes is not None
+            label_bytes += microbatch.label_bytes or 0.0
     model.train(was_training)
-    device = next(model.parameters()).device
-    total = start_all_reduce(torch.tensor([loss, count], dtype=torch.float64, device=device), mesh.data()).wait()
-    return (total[0] / total[1].clamp(min=1)).item()
+    sums = torch.tensor([loss, count, label_bytes, not bytes_known], dtype=torch.float64)
+    sums = start_all_reduce(sums.to(next(model.parameters()).device), mesh.data()).wait()
+    loss, count, label_bytes, unknown = sums.tolist()
+    mean = loss / max(count, 1.0)
+    metrics = {"val/loss": mean}
+    if is_text:
+        metrics["val/perplexity"] = math.exp(mean) if mean < 700 else math.inf  # beyond, float64 overflows
+    if is_text and not unknown and label_bytes:
+        metrics["val/bits_per_byte"] = loss / math.log(2) / label_bytes
+    return metrics

@@ -6,13 +6,13 @@ The only module that reads the environment.
 
 1. The launcher's variables say which rank this is (`Place`). With none, it is one process and no process group is made.
 2. Hydra composes the configuration; `load` and `check` accept it or refuse it, all before torch is imported.
-3. Threads, device, backend and process group are set up as the configuration says (`World`), and main runs.
-4. On every way out the process group is destroyed. A refusal is one line, said once: rank 0 says it; another rank that
-   has the same to say first waits, since the launcher ends the job when rank 0 is gone. If it does not, rank 0 had
-   nothing to say, and the waiting rank speaks.
+3. Threads, device, backend and process group are set up as the configuration says (`World`), and main runs, watched
+   (`Watch`): no rank waits for another longer than cluster.timeout_seconds.
+4. On every way out the process group is destroyed, all ranks end, and the cause is said once (`close.conclude`). Before
+   there is a group, rank 0 says a refusal; another rank that has the same to say first waits, since the launcher ends
+   the job when rank 0 is gone. If it does not, rank 0 had nothing to say, and the waiting rank speaks.
 
-Exit codes: 0 done, 1 an exception (with its traceback), 2 the configuration, 3 the data, 5 no finite
-gradient any more, 130 interrupted.
+The exit codes stand in megalite/train/failure.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import os
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,63 +29,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megalite.train.check import MOST, check
+from megalite.train.check import check
 from megalite.train.compose import compose
 from megalite.train.config import Config, load
-from megalite.train.finite import NotFiniteError
+from megalite.train.failure import CONFIG_CODE, REFUSALS, Board, code_of, trace_of
+from megalite.train.guard import UNWIND_SECONDS, Ended, Guard, Stopped, within
+from megalite.train.place import Place
 from megalite.train.strict import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-FAILED_CODE, CONFIG_CODE, DATA_CODE, NOT_FINITE_CODE, INTERRUPTED_CODE = 1, 2, 3, 5, 130
+    from megalite.train.progress import Mark, Progress
+    from megalite.train.watchdog import Watch
+
 HOLD_SECONDS = 5.0
 """How long a rank other than 0 keeps a refusal to itself: launchers end a job that lost rank 0 much sooner."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the launcher put this process, from the variables that torchrun sets (and others imitate).
-
-    master: host and port of the rendezvous; None without a launcher. agent_store: torchrun keeps the store itself.
-    omp_threads: OMP_NUM_THREADS where a person has set it.
-    """
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    master: tuple[str, int] | None = None
-    agent_store: bool = False
-    attempt: int = 0
-    omp_threads: int | None = None
-
-    @classmethod
-    def read(cls, environ: Mapping[str, str]) -> Place:
-        """Raises ValueError where the variables contradict each other, or one is no number."""
-        rank, size = _whole(environ, "RANK", 0), _whole(environ, "WORLD_SIZE", 1)
-        if not 0 <= rank < size:
-            raise ValueError(f"RANK={rank} is not below WORLD_SIZE={size}; start with torchrun, which sets both")
-        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
-        if "WORLD_SIZE" in environ and missing:
-            raise ValueError(f"WORLD_SIZE={size} is set and {missing[0]} is not; start with torchrun, which sets both")
-        torchrun = "TORCHELASTIC_RUN_ID" in environ
-        local_size = _whole(environ, "LOCAL_WORLD_SIZE", 1)
-        threads = environ.get("OMP_NUM_THREADS", "")
-        # torchrun itself writes 1 for several local ranks, so there a 1 says nothing about what a person wants.
-        by_person = threads.isdigit() and not (torchrun and local_size > 1 and threads == "1")
-        return cls(
-            rank=rank,
-            size=size,
-            local_rank=_whole(environ, "LOCAL_RANK", 0),
-            local_size=local_size,
-            master=(environ["MASTER_ADDR"], _whole(environ, "MASTER_PORT", 0, most=65535))
-            if "WORLD_SIZE" in environ
-            else None,
-            agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=_whole(environ, "TORCHELASTIC_RESTART_COUNT", 0),
-            omp_threads=_whole(environ, "OMP_NUM_THREADS", 1, most=MOST["threads"]) if by_person else None,
-        )
+GROUP_EXTRA_SECONDS = 60.0
+"""How much longer than the watch the process group itself would wait: the watch has more to say."""
+DESTROY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -94,7 +55,7 @@ class World:
     """What main is told about where it runs.
 
     device: cpu, or cuda:<local rank>. threads: of this rank, on the CPU. cache_dir: for what many runs share.
-    local_size: how many ranks share this machine.
+    local_size: how many ranks share this machine. progress: what a watch says of this rank, None where there is none.
     """
 
     rank: int
@@ -104,10 +65,16 @@ class World:
     threads: int
     cache_dir: Path
     local_size: int = 1
+    progress: Progress | None = None
 
     def describe(self) -> str:
         """One line for the run's header."""
         return f"{self.device.split(':')[0]}, {self.backend}, {self.threads} threads each"
+
+    def at(self, step: int) -> None:
+        """This rank begins a step: what is said of it, should it hang or fail."""
+        if self.progress is not None:
+            self.progress.step = step
 
 
 def run(main: Callable[[Config, World], None], *, configs: str = "configs", name: str = "train") -> NoReturn:
@@ -116,6 +83,7 @@ def run(main: Callable[[Config, World], None], *, configs: str = "configs", name
     configs: the folder of Hydra's files, beside the file that main stands in. Does not return.
     """
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # else the streams of many groups queue behind each other
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # the flight record: a hang's report is read together with it
     with_traces = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises to us what it would print on every rank
     try:
@@ -123,37 +91,31 @@ def run(main: Callable[[Config, World], None], *, configs: str = "configs", name
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(CONFIG_CODE)
-    launcher = Launcher(place, main)
     folder = Path(main.__code__.co_filename).resolve().parent / configs
     code, said = 0, ""
     try:
-        compose(launcher.job, folder=folder, name=name, rank=place.rank)
+        with Guard() as guard:
+            launcher = Launcher(place, main, guard, with_traces)
+            compose(launcher.job, folder=folder, name=name, rank=place.rank)
+    except Ended as ended:
+        sys.exit(ended.code)
+    except KeyboardInterrupt as stop:  # before or after a job
+        if place.rank == 0:
+            print(f"stopped by {stop}" if isinstance(stop, Stopped) else "stopped", file=sys.stderr)
+        sys.exit(code_of(stop))
     except SystemExit as stop:  # of the argument parser, which has had its say
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED_CODE)
+        code = code_of(stop)
     except Exception as error:
-        code = _code(error)
-        if code == FAILED_CODE:
-            print(f"rank {place.rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        code = code_of(error)
+        if code not in REFUSALS:
+            print(f"rank {place.rank} failed:\n{trace_of(error)}", file=sys.stderr, flush=True)
             sys.exit(code)
-        said = (traceback.format_exc() if with_traces else "") + f"error: {error}"
+        said = (trace_of(error) if with_traces else "") + f"error: {error}"
     if code and place.rank:
         time.sleep(HOLD_SECONDS)
     if said:
         print(said, file=sys.stderr, flush=True)
     sys.exit(code)
-
-
-def _code(error: Exception) -> int:
-    """What the exit code says of an error: the configuration or the data refused, a run that is lost, or a failure."""
-    from megalite.data import DataError  # here, since it brings numpy, which --help does not need
-
-    if isinstance(error, ConfigError):
-        return CONFIG_CODE
-    if isinstance(error, NotFiniteError):
-        return NOT_FINITE_CODE
-    return DATA_CODE if isinstance(error, DataError) else FAILED_CODE
 
 
 @dataclass
@@ -162,23 +124,60 @@ class Launcher:
 
     place: Place
     main: Callable[[Config, World], None]
+    guard: Guard
+    with_traces: bool = False
     jobs: int = 0
 
     def job(self, values: dict[str, Any]) -> None:
-        """One configuration as Hydra composed it. Raises ConfigError, before torch is imported, if it cannot run."""
+        """One configuration as Hydra composed it. Raises ConfigError, before torch is imported, if it cannot run.
+
+        What main raises is said here, and then raised on as `Ended` with the exit code.
+        """
         try:
             config = check(load(values), self.place.size)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         world = self.world(config)
-        with self.process_group(world, config.cluster.timeout_seconds):
-            self.main(config, world)
+        # A group made twice on one store reads the first one's addresses, and so does one made after a restart.
+        prefix = f"attempt{self.place.attempt}/job{self.jobs}"
+        self.jobs += 1
+        with self.watch(config, world, prefix) as watch:
+            try:
+                self._watched(config, world, watch, prefix)
+            except Ended as ended:
+                self.guard.end_within(2 * UNWIND_SECONDS, ended.code)
+                self._leave(watch, UNWIND_SECONDS)
+                raise
+
+    def _watched(self, config: Config, world: World, watch: Watch, prefix: str) -> None:
+        from megalite.train.conclude import conclude
+
+        try:
+            with self.process_group(world, config.cluster.timeout_seconds, prefix):
+                try:
+                    self.main(config, world)
+                except BaseException as error:
+                    # Before the group is destroyed, so that the word is there when the peers' collectives fail.
+                    raise Ended(conclude(error, watch, with_traces=self.with_traces)) from error
+            self._leave(watch, config.cluster.timeout_seconds)
+            ending = within(UNWIND_SECONDS, watch.board.ending)
+            if ending is not None:  # of a rank that was not done yet
+                raise Ended(ending.code)
+        except Ended:
+            raise
+        except BaseException as error:  # of the group itself, or of a peer that has not come to its end
+            raise Ended(conclude(error, watch, with_traces=self.with_traces)) from error
+
+    def _leave(self, watch: Watch, seconds: float) -> None:
+        """This rank has ended its job; the one that keeps the store waits so long for the others to end theirs."""
+        within(seconds + 1.0, lambda: watch.board.leave(seconds))
 
     def world(self, config: Config) -> World:
         """Threads, device and backend as configured. Raises ConfigError for what this machine does not have."""
         import torch
 
         from megalite.data import default_cache_dir
+        from megalite.train.progress import Progress
 
         place = self.place
         threads = config.cluster.threads or place.omp_threads or max(1, _cores() // place.local_size)
@@ -187,41 +186,76 @@ class Launcher:
         device, backend = choose_device(config, place, gpus=gpus)
         if device != "cpu":
             torch.cuda.set_device(device)
+        progress = Progress(None if device == "cpu" else _mark_on_gpu)
         cache_dir = default_cache_dir(os.environ, home_or_stand_in())
-        return World(place.rank, place.size, device, backend, threads, cache_dir, place.local_size)
+        return World(place.rank, place.size, device, backend, threads, cache_dir, place.local_size, progress)
 
     @contextmanager
-    def process_group(self, world: World, timeout_seconds: float) -> Iterator[None]:
+    def watch(self, config: Config, world: World, prefix: str) -> Iterator[Watch]:
+        """This rank watched, over a board of all ranks; the rank that keeps the store leaves last."""
+        import torch.distributed as dist
+
+        from megalite.train.watchdog import Watch
+
+        assert world.progress is not None
+        if self.place.master is None:
+            store: Store = dist.HashStore()
+        else:
+            _ = self.store  # first, since one of the ranks may keep it
+            store = self._connect()  # of its own: what waits in a client blocks every other thread that asks it
+        store = dist.PrefixStore(f"{prefix}/board", store)
+        board = Board(store, rank=world.rank, size=world.size, keeper=self.keeps_store)
+        watch = Watch(
+            board,
+            world.progress,
+            self.guard,
+            timeout_seconds=config.cluster.timeout_seconds,
+            folder=Path(config.out_dir) / "hang",
+            record=_flight_record,
+            error_file=self.place.error_file,
+        )
+        with watch:
+            yield watch
+
+    @contextmanager
+    def process_group(self, world: World, timeout_seconds: float, prefix: str) -> Iterator[None]:
         """The default process group, if a launcher started this process; destroyed on every way out."""
         if self.place.master is None:
             yield
             return
         import torch.distributed as dist
 
-        timeout = timedelta(seconds=timeout_seconds)
-        # A group made twice on one store reads the first one's addresses, and so does one made after a restart.
-        prefix = f"attempt{self.place.attempt}/job{self.jobs}"
-        self.jobs += 1
         dist.init_process_group(
             world.backend,
             store=dist.PrefixStore(prefix, self.store),
             rank=world.rank,
             world_size=world.size,
-            timeout=timeout,
+            timeout=timedelta(seconds=timeout_seconds + GROUP_EXTRA_SECONDS),
         )
+        code = 0
         try:
             yield
+        except Ended as ended:
+            code = ended.code
+            raise
         finally:
-            dist.destroy_process_group()
+            with self.guard.limit(DESTROY_SECONDS, code):
+                dist.destroy_process_group()
+
+    @property
+    def keeps_store(self) -> bool:
+        return self.place.master is not None and self.place.rank == 0 and not self.place.agent_store
 
     @cached_property
     def store(self) -> Store:
         """The rendezvous, one for all jobs: torchrun's agent keeps it, else rank 0 does."""
+        return self._connect(serve=self.keeps_store)
+
+    def _connect(self, *, serve: bool = False) -> Store:
         import torch.distributed as dist
 
         assert self.place.master is not None
         host, port = self.place.master
-        serve = self.place.rank == 0 and not self.place.agent_store
         return dist.TCPStore(host, port, is_master=serve, wait_for_workers=False)
 
 
@@ -252,16 +286,22 @@ def home_or_stand_in() -> Path:
         return Path(tempfile.gettempdir()) / f"home-of-{os.getuid()}"
 
 
-def _whole(environ: Mapping[str, str], name: str, default: int, *, most: int = 2**31 - 1) -> int:
-    """A variable that counts. Raises ValueError with its name and value if it does not."""
-    text = environ.get(name, str(default))
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value <= most:
-        raise ValueError(f"{name}={text} must be a whole number from 0 to {most}; start with torchrun, which sets it")
-    return value
+def _mark_on_gpu() -> Mark:
+    """An event in this thread's stream: once the GPU has come past it, so has the collective that was waited for."""
+    import torch
+
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def _flight_record() -> str:
+    """torch's own list of the last collectives of every group, as JSON."""
+    import torch
+
+    c10d = torch._C._distributed_c10d
+    dumps = [getattr(c10d, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
+    return "\n".join(dump().decode() for dump in dumps if dump is not None)
 
 
 def _cores() -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import tracemalloc
 
 import numpy as np
 import pytest
 
-from megalite.data.samples import Samples
-from megalite.data.source import DataError, Source, open_text, open_texts
+from megalite.data.documents import Ends
+from megalite.data.errors import DataError
+from megalite.data.opening import open_text
+from megalite.data.samples import Samples, Stretch
+from megalite.data.source import IGNORED, Source
 from megalite.data.split import CHUNK, Part
 
 
@@ -55,45 +57,7 @@ def test_tokens_outside_the_source_are_an_error(tmp_path, start):
 def test_the_map_cannot_be_written(tmp_path):
     source = open_text(text_file(tmp_path / "my.txt", 2 * CHUNK))
     with pytest.raises(ValueError, match="read-only"):
-        source.view(0, 1)[0] = 7
-
-
-def bad_paths(folder):
-    (folder / "empty.txt").touch()
-    text_file(folder / "small.txt", 2 * CHUNK - 1)
-    os.mkfifo(folder / "pipe")
-    (folder / "loop").symlink_to(folder / "loop")
-    return {
-        "missing.txt": ["does not exist"],
-        "empty.txt": [" 0 bytes", str(2 * CHUNK)],
-        "small.txt": [str(2 * CHUNK - 1), str(2 * CHUNK)],
-        "": ["is a directory", "my.txt"],
-        "pipe": ["not a regular file"],
-        "loop": ["cannot be read"],
-        "small.txt/below": ["cannot be read"],
-        "nul\0.txt": ["cannot be read"],
-    }
-
-
-def test_a_path_that_cannot_be_a_text_is_refused_by_key_place_and_path(tmp_path):
-    good = text_file(tmp_path / "good.txt", 2 * CHUNK)
-    for name, words in bad_paths(tmp_path).items():
-        path = os.path.join(tmp_path, name)
-        message = refusal(lambda path=path: open_texts([good, path]))
-        for word in ["data.paths[1]", path, *words]:
-            assert word in message
-
-
-def test_an_unreadable_file_is_refused_by_path(tmp_path, monkeypatch):
-    """Permissions do not bind the superuser, under whom tests may run, so the refusal of the system is played."""
-    path = text_file(tmp_path / "secret.txt", 2 * CHUNK)
-
-    def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(np, "memmap", refuse)
-    message = refusal(lambda: open_text(path))
-    assert "data.paths" in message and "secret.txt" in message and "Permission denied" in message
+        source.tokens[0] = 7
 
 
 def test_a_source_too_small_for_seq_len_is_refused_with_both_numbers_and_the_largest_legal_one(tmp_path):
@@ -105,13 +69,57 @@ def test_a_source_too_small_for_seq_len_is_refused_with_both_numbers_and_the_lar
     assert "seq_len=0" in refusal(lambda: source.windows(0, Part.TRAIN))
 
 
-def test_a_description_is_one_line_with_name_bytes_and_windows(tmp_path):
+def test_a_description_is_one_line_with_name_size_and_fingerprint(tmp_path):
     source = open_text(text_file(tmp_path / "my.txt", 40 * CHUNK))
-    line = source.describe(100)
-    train, validation = (len(source.windows(100, part)) for part in Part)
-    for word in ["my.txt", f"{40 * CHUNK} bytes", f"{train} training", f"{validation} validation"]:
-        assert word in line
+    line = source.describe()
+    for word in ["my.txt", f"{40 * CHUNK} bytes", source.fingerprint]:
+        assert word and word in line
     assert "\n" not in line
+
+
+def tokens_of(count: int, **facts) -> Source:
+    row = np.random.default_rng(count).integers(0, 100, count).astype(np.int32)
+    return Source("mine", row, vocab_size=facts.pop("vocab_size", 100), **facts)
+
+
+@pytest.mark.parametrize("wrong", [100, 2**31 - 1, -1])
+def test_a_token_outside_of_the_vocabulary_is_an_error_that_names_it_and_its_place(wrong):
+    source = tokens_of(500, vocabulary="model.vocab_size")
+    source.tokens[321] = wrong
+    assert source.read(np.array([0, 322]), 100).shape == (2, 100)
+    message = refusal(lambda: source.read(np.array([0, 300]), 100))
+    for word in ["mine", f"token {wrong} ", "place 321", "model.vocab_size=100"]:
+        assert word in message
+
+
+def test_a_label_counts_unless_its_own_token_is_masked():
+    mask = np.random.default_rng(1).integers(0, 2, 401).astype(np.uint8)
+    source = tokens_of(401, mask=mask)
+    rows = source.windows(20, Part.TRAIN, period=0).labelled(np.arange(20))
+    expected = np.where(mask[1:] == 1, source.tokens[1:], IGNORED)
+    assert rows.labels.ravel().tolist() == expected.tolist()
+    assert rows.tokens.ravel().tolist() == source.tokens[:-1].tolist()  # a masked token is still read
+
+
+def test_documents_are_told_apart_and_none_predicts_the_first_token_of_the_next():
+    ends = np.array([7, 8, 8, 30, 31, 60, 401])
+    source = tokens_of(401, documents=Ends(ends))
+    rows = source.windows(20, Part.TRAIN, period=0).labelled(np.arange(20), separate=True)
+    number = np.searchsorted(ends, np.arange(401), side="right")  # the document of each token, empty ones too
+    for window, (tokens, labels, documents) in enumerate(zip(*rows, strict=True)):
+        here = number[window * 20 : window * 20 + 21]
+        assert documents.tolist() == np.unique(here, return_inverse=True)[1][:20].tolist()
+        ahead = source.tokens[window * 20 + 1 : window * 20 + 21]
+        assert labels.tolist() == np.where(here[1:] == here[:-1], ahead, IGNORED).tolist()
+        assert tokens.tolist() == source.tokens[window * 20 : window * 20 + 20].tolist()
+
+
+def test_a_source_without_documents_is_one_and_joined_ones_lose_no_label():
+    plain, joined = tokens_of(401), tokens_of(401, documents=Ends(np.array([7, 401])))
+    rows = plain.windows(20, Part.TRAIN, period=0).labelled(np.arange(20), separate=True)
+    assert not rows.documents.any() and (rows.labels != IGNORED).all()
+    assert joined.windows(20, Part.TRAIN, period=0).labelled(np.arange(20)).documents is None
+    assert (joined.windows(20, Part.TRAIN, period=0).labelled(np.arange(20)).labels != IGNORED).all()
 
 
 @pytest.fixture
@@ -144,7 +152,7 @@ def test_a_shuffled_read_of_a_huge_source_holds_no_more_memory_than_of_a_small_o
     peaks = []
     for source in (small, huge):
         tracemalloc.start()
-        Samples([source], seq_len=128, seed=0).read(np.arange(64))
+        Samples([source], [Stretch(0, 128)], seed=0).read(np.arange(64))
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] <= 1.5 * peaks[0]  # both a few hundred KB, mostly the rows; an index of windows would be 128 MB

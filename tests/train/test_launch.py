@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,8 +15,9 @@ import torch
 
 from megalite.data import DataError
 from megalite.train import launch
-from megalite.train.config import Config
+from megalite.train.config import ClusterConfig, Config
 from megalite.train.finite import NotFiniteError
+from megalite.train.guard import SIGNALS
 from megalite.train.strict import ConfigError
 from tests.train.composing import CONFIGS, ROOT
 
@@ -91,9 +93,12 @@ def exit_code(monkeypatch, tmp_path, main, *overrides: str) -> int:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     threads = torch.get_num_threads()
+    handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
     with pytest.raises(SystemExit) as stop:
         launch.run(main, configs=str(CONFIGS))
     torch.set_num_threads(threads)
+    for signum, handler in handlers.items():  # a process that has failed ignores them, since it is to exit
+        signal.signal(signum, handler)
     return stop.value.code
 
 
@@ -173,7 +178,7 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch, tmp_path, overrides, cac
         ("out_dir=null", "error: out_dir=null names no folder; take a path"),
         ("-m out_dir= seed=1,2", "error: out_dir= names no folder; take a path"),
         ("out_dir=/proc/nowhere", "error: out_dir: "),
-        ("layout.tp=2", "error: layout cp=1 x tp=2 x pp=1 = 2 does not divide the 1 ranks that are running"),
+        ("layout.tp=2", "error: layout cp=1 x tp=2 x pp=1 = 2 does not divide the 1 rank that is running"),
         ("layout.cp=2", "error: layout.cp=2 is not built yet; take layout.cp=1"),
         ("-m steps=0,1", "error: steps=0 must be above 0"),
     ],
@@ -216,7 +221,7 @@ def test_each_job_of_a_sweep_has_its_own_directory_and_relative_data_is_where_on
 
 
 @pytest.mark.parametrize(
-    ("overrides", "threads"), [([], 3), (["threads=2"], 2)], ids=["as OMP_NUM_THREADS says", "as configured"]
+    ("overrides", "threads"), [([], 3), (["cluster.threads=2"], 2)], ids=["as OMP_NUM_THREADS says", "as configured"]
 )
 def test_threads_are_what_was_asked_for(monkeypatch, tmp_path, overrides, threads):
     seen = []
@@ -238,13 +243,13 @@ def test_threads_are_what_was_asked_for(monkeypatch, tmp_path, overrides, thread
         (2, ("auto", "auto"), (3, 4), ("cuda:1", "gloo")),
         (4, ("cuda", "gloo"), (3, 4), ("cuda:3", "gloo")),
         (4, ("cpu", "auto"), (3, 4), ("cpu", "gloo")),
-        (0, ("cuda", "auto"), (0, 1), "device=cuda needs a GPU, and rank 0 sees none"),
-        (2, ("auto", "nccl"), (3, 4), "a GPU for each of the 4 local ranks, and device=auto gives them 2"),
-        (4, ("cpu", "nccl"), (3, 4), "a GPU for each of the 4 local ranks, and device=cpu gives them 0"),
+        (0, ("cuda", "auto"), (0, 1), "cluster.device=cuda needs a GPU, and rank 0 sees none"),
+        (2, ("auto", "nccl"), (3, 4), "a GPU for each of the 4 local ranks, and cluster.device=auto gives them 2"),
+        (4, ("cpu", "nccl"), (3, 4), "a GPU for each of the 4 local ranks, and cluster.device=cpu gives them 0"),
     ],
 )
 def test_nccl_is_chosen_where_each_rank_has_a_gpu_of_its_own_and_refused_elsewhere(gpus, asked, local, found):
-    config = Config(device=asked[0], backend=asked[1])
+    config = Config(cluster=ClusterConfig(device=asked[0], backend=asked[1]))
     place = launch.Place(local_rank=local[0], local_size=local[1])
     if isinstance(found, tuple):
         assert launch.choose_device(config, place, gpus=gpus) == found
@@ -281,5 +286,5 @@ def test_two_jobs_at_once_do_not_meet_and_an_error_on_one_rank_ends_its_job_and_
     code, out, err = finished(sweep)
     done = [f"rank {rank}: 2 ranks, tp=1, seed={(8, 13)[n]}, {at}/b/{n}" for rank in range(2) for n in range(2)]
     assert sorted(out.splitlines()) == sorted(done)
-    assert code != 0 and "rank 1 failed:\nTraceback" in err and "RuntimeError: bad luck" in err
+    assert code != 0 and "rank 1 failed before the first step:\nTraceback" in err and "RuntimeError: bad luck" in err
     assert "exitcode  : 1" in err

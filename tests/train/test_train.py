@@ -22,7 +22,7 @@ from megalite.models.config import GPTConfig, MLPConfig
 from megalite.models.microbatch import IGNORED, Microbatch, VectorMicrobatch
 from megalite.spec import init_parameters
 from megalite.train.check import check
-from megalite.train.config import Config, DataConfig, EvalConfig, LayoutConfig, LossConfig, OptimConfig
+from megalite.train.config import Config, DataConfig, EvalConfig, LayoutConfig, LossConfig, OptimConfig, PrecisionConfig
 from megalite.train.finite import MOST_SKIPPED_IN_A_ROW, NotFiniteError, Patience
 from megalite.train.launch import World
 from megalite.train.model import build_model
@@ -49,7 +49,9 @@ def text(tmp_path_factory) -> str:
 
 
 def run_of(name: str, text: str, out_dir: Path, **changes) -> Config:
-    config = replace(CONFIGS[name], precision="fp64", steps=4, out_dir=str(out_dir), eval=EvalConfig(2, 5))
+    config = replace(
+        CONFIGS[name], precision=PrecisionConfig("fp64"), steps=4, out_dir=str(out_dir), eval=EvalConfig(2, 5)
+    )
     data = DataConfig([text]) if name == "gpt" else DataConfig()
     return replace(config, data=data, optim=OptimConfig(warmup_steps=2), **changes)
 
@@ -59,7 +61,7 @@ def trained(config: Config) -> list[dict[str, float]]:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     train.main(check(config, size), World(rank, size, "cpu", "gloo", 1, Path(config.out_dir) / "cache"))
     rows = [json.loads(line) for line in (Path(config.out_dir) / "metrics.jsonl").read_text().splitlines()]
-    kept = [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+    kept = [{key: value for key, value in row.items() if not key.startswith(("perf/", "memory/"))} for row in rows]
     return [{key: math.nan if value is None else value for key, value in row.items()} for row in kept]
 
 

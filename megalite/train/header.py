@@ -1,0 +1,207 @@
+"""What is about to run, in lines: the model, who sits where, tokens, memory, bytes, operations; before any is spent."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megalite.cost.flops import peak_tflops
+from megalite.cost.memory import Memory
+from megalite.data import Baselines
+from megalite.mesh import Layout
+from megalite.models.config import GPTConfig
+from megalite.train.config import Config
+from megalite.train.expect import expected_memory, micro_batch, operations_per_token, sent_bytes
+from megalite.train.spans import Span, spans_of
+
+SHOWN = 4
+"""Groups of ranks along an axis, ranks of a group, and spans of steps, that are written out."""
+
+
+class Peak(NamedTuple):
+    """What one rank's device could do. source: where the number comes from, or why there is none."""
+
+    tflops: float | None
+    source: str
+
+
+def peak_of(config: Config, device: str) -> Peak:
+    """cluster.peak_tflops if given, else what is known of the GPU at the precision in use."""
+    if config.cluster.peak_tflops is not None:
+        return Peak(config.cluster.peak_tflops, "cluster.peak_tflops")
+    if device == "cpu":
+        return Peak(None, "n/a on the CPU; cluster.peak_tflops sets a peak")
+    import torch  # here: what a header says of a CPU needs none
+
+    name, precision = torch.cuda.get_device_name(device), config.precision.compute
+    known = peak_tflops(name, precision, tf32=torch.backends.cuda.matmul.allow_tf32)
+    if known is None:
+        return Peak(None, f"n/a: the peak of a {name} is not known here; cluster.peak_tflops sets it")
+    return Peak(known, f"{name}, {precision}, dense")
+
+
+def header_lines(
+    config: Config,
+    layout: Layout,
+    *,
+    where: str,
+    data: str,
+    baselines: Baselines | None,
+    peak: Peak,
+    available: int | None,
+) -> list[str]:
+    """The header of a run. available: bytes that one rank can have, None if that is not known."""
+    span = spans_of(config)[0]
+    need = expected_memory(config)
+    parts = {
+        "model": describe_model(config),
+        "layout": "\n".join(describe_layout(config, layout)),
+        "where": where,
+        "batch": "\n".join(describe_batches(config)),
+        "data": data,
+        "to beat": describe_baselines(baselines),
+        "memory": describe_memory(need, available),
+        "sends": describe_sent(sent_bytes(config, span)),
+        "mfu": describe_peak(operations_per_token(config, span), peak),
+        "output": config.out_dir,
+    }
+    lines = [
+        f"{name if place == 0 else '':<8} {line}"
+        for name, text in parts.items()
+        for place, line in enumerate(text.splitlines())
+    ]
+    return lines + ([warning] if (warning := memory_warning(need, available)) else [])
+
+
+def describe_model(config: Config) -> str:
+    model = config.model
+    shape = f"{model.num_hidden_layers} layers, hidden {model.hidden_size}"
+    if isinstance(model, GPTConfig):
+        shape += f", {model.num_attention_heads} heads, vocabulary {model.vocab_size}"
+    return f"{model.model_type}: {shape}; {model.parameter_count():,} parameters in {config.precision.compute}"
+
+
+def describe_layout(config: Config, layout: Layout) -> list[str]:
+    """The sizes, then a table with a row for each axis of several ranks: which ranks sit together on it."""
+    sizes = " x ".join(f"{name}={layout.sizes[name]}" for name in ("dp", "cp", "tp", "pp"))
+    sequence = ", sequence parallel" if config.layout.sequence_parallel else ""
+    lines = [f"{sizes} = {layout.world_size} ranks{sequence}; ZeRO stage {config.zero.stage}"]
+    rows = [name for name in ("tp", "cp", "dp", "pp") if layout.sizes[name] > 1]
+    if rows:
+        lines.append("axis  ranks  who sits together")
+    for name in rows:
+        size = layout.sizes[name]
+        shown = " ".join(_group(group) for group in _first_groups(layout, name))
+        groups = layout.world_size // size
+        more = f" and {groups - SHOWN} more" if groups > SHOWN else ""
+        lines.append(f"{name:<4}  {size:>5}  {shown}{more}")
+    return lines
+
+
+def describe_batches(config: Config) -> list[str]:
+    """The batch of the first step, then a line for each change of it, and of what is read."""
+    spans = spans_of(config)
+    lines = [describe_batch(config, spans[0])]
+    for before, span in itertools.pairwise(spans):
+        same = (before.seq_len, before.global_batch_size) == (span.seq_len, span.global_batch_size)
+        what = "as before, of the next of data.phases" if same else describe_batch(config, span)
+        lines.append(f"from step {span.first_step}: {what}")
+    hidden = len(lines) - SHOWN
+    return lines if hidden <= 1 else [*lines[: SHOWN - 1], f"and {hidden} more changes", lines[-1]]
+
+
+def describe_batch(config: Config, span: Span) -> str:
+    assert config.layout.dp is not None, "check() fills it in"
+    micro = micro_batch(config, span)
+    microbatches = span.global_batch_size // (config.layout.dp * micro)
+    each = f"{config.layout.dp} data ranks x {microbatches} micro-batches x {micro}"
+    if not span.has_sequences:
+        return f"{span.global_batch_size} vectors a step: {each}"
+    of = f"{span.global_batch_size} sequences x {span.seq_len} = {span.tokens_per_step:,} tokens a step"
+    return f"{of}: {each} sequences"
+
+
+def describe_baselines(baselines: Baselines | None) -> str:
+    if baselines is None:
+        return ""
+    text = f"guessing by the frequencies of tokens: {baselines.unigram_nats:.4f} nats"
+    if baselines.bigram_nats is None:
+        return text
+    return f"{text}, by the token before: {baselines.bigram_nats:.4f}"
+
+
+def describe_memory(need: Memory, available: int | None) -> str:
+    exact = {name: getattr(need, name) for name in ("weights", "masters", "gradients", "moments")}
+    held = ", ".join(f"{name} {size_text(size)}" for name, size in exact.items() if size)
+    of = "" if available is None else f" of {size_text(available)}"
+    return (
+        f"{size_text(need.total)}{of} a rank expected: {held}; "
+        f"activations about {size_text(need.activations)} (arXiv:2205.05198), logits {size_text(need.logits)}"
+    )
+
+
+def memory_warning(need: Memory, available: int | None) -> str:
+    """One line if more is expected than there is, with what would help; else empty."""
+    if available is None or need.total <= available:
+        return ""
+    if need.held > available:
+        way_out = "take a smaller model or a larger layout.tp"
+    else:
+        way_out = "take a smaller micro_batch_size or seq_len, recompute=full, or loss.chunk_tokens"
+    return (
+        f"warning: a rank is expected to need {size_text(need.total)} and can have {size_text(available)}: it will "
+        f"run out of memory; {way_out}"
+    )
+
+
+def describe_sent(sent: dict[str, float]) -> str:
+    if not sent:
+        return "nothing: one rank"
+    return ", ".join(f"{axis} {size_text(size)}" for axis, size in sent.items()) + " a step and rank"
+
+
+def describe_peak(operations: float, peak: Peak) -> str:
+    """operations: of one token, forward and backward."""
+    cost = f"{operations_text(operations)} a token (6 N + 12 heads head_dim keys, causal: megalite/cost/flops.py)"
+    if peak.tflops is None:
+        return f"{peak.source}; {cost}"
+    return f"{cost} over {peak.tflops:g} TFLOPS a rank ({peak.source})"
+
+
+def operations_text(operations: float) -> str:
+    """For people, to three digits: 2.95e6 -> 2.95 MFLOP."""
+    units = ("", "k", "M", "G", "T", "P")
+    place = 0
+    while operations >= 1000 and place + 1 < len(units):
+        operations, place = operations / 1000, place + 1
+    return f"{operations:.3g} {units[place]}FLOP"
+
+
+def size_text(size: float) -> str:
+    """Bytes for people, to three digits: 1536 -> 1.5 KiB."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    place = 0
+    while size >= 1000 and place + 1 < len(units):
+        size, place = size / 1024, place + 1
+    return f"{size:.3g} {units[place]}"
+
+
+def _first_groups(layout: Layout, name: str) -> list[tuple[int, ...]]:
+    """The first groups of an axis: few are asked for, since each takes a walk over the world."""
+    groups: list[tuple[int, ...]] = []
+    seen: set[int] = set()
+    for rank in range(layout.world_size):
+        if len(groups) == SHOWN:
+            break
+        if rank not in seen:
+            groups.append(layout.ranks((name,), rank))
+            seen.update(groups[-1])
+    return groups
+
+
+def _group(ranks: Sequence[int]) -> str:
+    """[0, 1, 2], and of a long one its ends."""
+    if len(ranks) <= 2 * SHOWN:
+        return str(list(ranks))
+    return "[" + ", ".join(str(rank) for rank in ranks[:SHOWN]) + f", ... {ranks[-1]}]"

@@ -1,0 +1,114 @@
+"""What the header says of a run before it begins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megalite.data import Baselines
+from megalite.mesh import Layout
+from megalite.models.config import GPTConfig, MLPConfig
+from megalite.train.check import check
+from megalite.train.config import ClusterConfig, Config, LayoutConfig, PhaseConfig
+from megalite.train.header import Peak, describe_batches, describe_layout, header_lines, peak_of, size_text
+
+
+def lines_of(config: Config, ranks: int = 1, *, peak: Peak | None = None, available: int | None = None) -> list[str]:
+    config = check(config, ranks)
+    return header_lines(
+        config,
+        config.layout.fit(ranks),
+        where="cpu",
+        data="a text",
+        baselines=Baselines(3.0, 2.5),
+        peak=peak or Peak(None, "n/a on the CPU"),
+        available=available,
+    )
+
+
+def test_the_layout_says_who_sits_together():
+    config = check(replace(Config(), layout=LayoutConfig(tp=2)), 4)
+    title, head, *rows = describe_layout(config, config.layout.fit(4))
+    assert title == "dp=2 x cp=1 x tp=2 x pp=1 = 4 ranks, sequence parallel; ZeRO stage 0"
+    assert head.split() == ["axis", "ranks", "who", "sits", "together"]
+    assert rows == ["tp        2  [0, 1] [2, 3]", "dp        2  [0, 2] [1, 3]"]
+    assert len(describe_layout(check(Config(), 1), Layout())) == 1
+
+
+def test_a_large_world_is_abbreviated_and_takes_no_time():
+    """16384 ranks: to list every group would take minutes."""
+    config = replace(Config(), layout=LayoutConfig(dp=2048, tp=8))
+    _, _, tp, dp = describe_layout(config, Layout(dp=2048, tp=8))
+    assert tp == (
+        "tp        8  [0, 1, 2, 3, 4, 5, 6, 7] [8, 9, 10, 11, 12, 13, 14, 15] [16, 17, 18, 19, 20, 21, 22, 23] "
+        "[24, 25, 26, 27, 28, 29, 30, 31] and 2044 more"
+    )
+    assert dp.startswith("dp     2048  [0, 8, 16, 24, ... 16376] [1, 9, 17, 25, ... 16377]")
+    assert dp.endswith("and 4 more")
+
+
+def test_the_batch_is_counted_in_what_the_model_takes():
+    config = check(replace(Config(), micro_batch_size=2), 2)
+    assert describe_batches(config)[0].endswith("2 data ranks x 4 micro-batches x 2 sequences")
+    config = check(replace(Config(), model=MLPConfig(), global_batch_size=128), 2)
+    assert describe_batches(config) == ["128 vectors a step: 2 data ranks x 1 micro-batches x 64"]
+
+
+def test_a_ramp_says_when_the_tokens_of_a_step_change():
+    config = check(replace(Config(), global_batch_size_ramp=[[50, 32]], seq_len_ramp=[[80, 256]]), 1)
+    first, second, third = describe_batches(config)
+    assert first.startswith("16 sequences x 128 = 2,048 tokens a step")
+    assert second.startswith("from step 50: 32 sequences x 128 = 4,096 tokens a step")
+    assert third.startswith("from step 80: 32 sequences x 256 = 8,192 tokens a step")
+    phases = replace(config, data=replace(config.data, phases=[PhaseConfig(20, ["b.txt"])]))
+    assert describe_batches(phases)[1] == "from step 20: as before, of the next of data.phases"
+    steep = replace(config, global_batch_size_ramp=[[step, 8 * step] for step in range(2, 60)])
+    assert len(describe_batches(steep)) == 5 and "more changes" in describe_batches(steep)[3]
+
+
+def test_memory_and_bytes_are_said_before_they_are_taken():
+    lines = lines_of(replace(Config(), layout=LayoutConfig(tp=2)), 4, available=2**30)
+    memory, sends = (next(line for line in lines if line.startswith(name)) for name in ("memory", "sends"))
+    assert "of 1 GiB a rank expected: weights 962 KiB, gradients 962 KiB, moments 1.88 MiB" in memory
+    assert "arXiv:2205.05198" in memory
+    assert sends.split()[1:3] == ["tp", "6.26"] and "dp 963 KiB, world 36 B a step and rank" in sends
+    assert not any(line.startswith("warning") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("model", "available", "way_out"),
+    [(GPTConfig(), 40 * 2**20, "micro_batch_size"), (GPTConfig(hidden_size=4096), 2**20, "layout.tp")],
+    ids=["activations", "weights"],
+)
+def test_more_than_there_is_is_one_warning_with_what_would_help(model, available, way_out):
+    config = replace(Config(), model=model)
+    *_, last = lines_of(config, available=available)
+    assert last.startswith("warning: a rank is expected to need") and size_text(available) in last and way_out in last
+    assert not any(line.startswith("warning") for line in lines_of(config, available=None))
+
+
+def test_the_peak_and_the_formula_of_mfu_are_named():
+    mfu = [line for line in lines_of(Config()) if line.startswith("mfu")]
+    assert "n/a on the CPU" in mfu[0] and "2.95 MFLOP a token" in mfu[0] and "6 N + 12 heads head_dim keys" in mfu[0]
+    given = check(replace(Config(), cluster=ClusterConfig(peak_tflops=2.5)), 1)
+    assert peak_of(given, "cpu") == Peak(2.5, "cluster.peak_tflops")
+    assert peak_of(Config(), "cpu").tflops is None
+    assert "over 2.5 TFLOPS a rank (cluster.peak_tflops)" in "".join(lines_of(given, peak=peak_of(given, "cpu")))
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops", "says"), [("NVIDIA H200", 989, "NVIDIA H200, bf16, dense"), ("Tesla T4", None, "Tesla T4")]
+)
+def test_a_gpu_s_peak_is_looked_up_and_one_that_is_unknown_is_said(monkeypatch, name, tflops, says):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
+    config = replace(Config(), precision=replace(Config().precision, compute="bf16"))
+    peak = peak_of(config, "cuda:0")
+    assert peak.tflops == tflops and says in peak.source
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (36, "36 B"), (1536, "1.5 KiB"), (1023 * 1024, "0.999 MiB"), (3 * 2**50, "3 PiB")]
+)
+def test_sizes_have_three_digits(size, text):
+    assert size_text(size) == text
