@@ -129,7 +129,8 @@ def held_storages(zero: Zero, model: torch.nn.Module) -> dict[int, Held]:
     """Place -> what is there, of all that is kept from step to step. A storage of several names is there once."""
     kinds: list[tuple[str, list[torch.Tensor]]] = [("parameters", list(model.parameters()))]
     for unit in zero.units:
-        kinds += [("parameters", [unit.weights, unit.masters]), ("gradients", [unit.gradients])]
+        live = unit.live()
+        kinds += [("parameters", live["weights"] + live["masters"]), ("gradients", live["gradients"])]
     for state in zero.optimizer.state.values():
         kinds.append(("optimizer", [value for value in state.values() if isinstance(value, torch.Tensor)]))
     found: dict[int, Held] = {}

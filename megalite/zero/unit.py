@@ -157,6 +157,14 @@ class Unit:
         self.weight_shard = weights[self.part].clone() if self.is_sharded else weights[self.part]
         self.masters = self.weight_shard if drawn is weights else drawn[self.part].clone()
 
+    def live(self) -> dict[str, list[Tensor]]:
+        """What has memory at this moment, by kind (weights, masters, gradients); each storage once."""
+        flats = {"weights": [self.weights], "gradients": [self.gradients, *([self._shard] if self._shard else [])]}
+        found = {kind: [flat.tensor for flat in group if flat.is_allocated] for kind, group in flats.items()}
+        found["weights"] += [self.weight_shard] if self.is_sharded else []
+        found["masters"] = [] if self.wide == self.weight_shard.dtype else [self.masters]
+        return found
+
     def runs(self, key: Callable[[Slot], Any]) -> Iterator[tuple[Any, slice]]:
         """(key, range of this rank's shard) for each longest run of slots whose key is equal; empty ranges left out."""
         start, stop = self.part.start, self.part.stop

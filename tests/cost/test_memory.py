@@ -55,12 +55,11 @@ def live_bytes(config: Config) -> dict[str, int]:
         for value in state.values()
         if isinstance(value, torch.Tensor) and value.ndim
     ]
-    return {
-        "weights": sum(unit.weights.nbytes for unit in zero.units),
-        "masters": sum(unit.masters.nbytes for unit in zero.units if unit.masters is not unit.weights),
-        "gradients": sum(unit.gradients.nbytes for unit in zero.units),
-        "moments": sum(moment.nbytes for moment in moments),
+    held = {
+        kind: sum(tensor.nbytes for unit in zero.units for tensor in unit.live()[kind])
+        for kind in ("weights", "masters", "gradients")
     }
+    return held | {"moments": sum(moment.nbytes for moment in moments)}
 
 
 def exact(need: Memory) -> dict[str, int]:

@@ -82,7 +82,7 @@ def test_in_bfloat16_masters_and_moments_are_float32_and_norms_move_by_steps_tha
     for _ in range(50):
         one_step(model, zero, microbatch())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    flat = [tensor for unit in zero.units for tensor in (unit.masters, unit.gradients)]
+    flat = [tensor for unit in zero.units for tensor in (unit.masters, unit.gradients.tensor)]
     assert {tensor.dtype for tensor in flat} == {torch.float32}
     moments = [entry[name] for entry in zero.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert moments and {moment.dtype for moment in moments} == {torch.float32}

@@ -185,7 +185,7 @@ def test_parameters_gradients_and_optimizer_are_the_bytes_that_are_live(tmp_path
     """Half precision holds weights and float32 masters; AdamW two float32 moments, and a step count a tensor."""
     config = config_of(tmp_path, [1, 2], precision=PrecisionConfig(compute))
     zero = trained(config)["zero"]
-    numel = sum(unit.weights.numel() for unit in zero.units)
+    numel = sum(unit.weights.tensor.numel() for unit in zero.units)
     optimizer = 8 * numel + sum(4 for group in zero.optimizer.param_groups for _ in group["params"])
     steps = memory(config)["steps"]
     for name, state in (("step 1", 0), ("step 2", optimizer)):
@@ -205,7 +205,7 @@ def test_before_the_first_update_there_is_no_optimizer_state_and_a_gradient_in_f
     rows = range(len(found["microseconds"]))
     assert not any(found["bytes"]["optimizer"][row] for row in rows if found["microseconds"][row] <= backward_end)
     largest = max(slot.gradient.nbytes for unit in zero.units for slot in unit.slots)
-    flat = sum(unit.gradients.nbytes for unit in zero.units)
+    flat = sum(unit.gradients.tensor.nbytes for unit in zero.units)
     assert min(found["bytes"]["gradients"]) == flat
     assert max(found["bytes"]["gradients"]) >= flat + largest
 
