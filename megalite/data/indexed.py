@@ -260,8 +260,8 @@ class IndexedWriter:
         sizes = np.diff(ends, prepend=-self._unfinished)
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not ((sizes > 0) & (sizes <= LONGEST_SEQUENCE)).all():
             raise DataError(
-                f"document {self.documents} or one of {len(ends)} after it: {tokens.dtype} of shape {tokens.shape} with "
-                f"ends at {ends[:9].tolist()}; give 1 to {LONGEST_SEQUENCE} whole numbers for each"
+                f"document {self.documents} or one of {len(ends)} after it: {tokens.dtype} of shape {tokens.shape}, "
+                f"ends {ends[:9].tolist()}; give 1 to {LONGEST_SEQUENCE} whole numbers for each"
             )
         if tokens.size and (tokens.min() < 0 or tokens.max() > limits.max):
             raise DataError(

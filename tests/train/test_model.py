@@ -12,7 +12,7 @@ from megalite.models.config import GPTConfig
 from megalite.models.gpt import GPT
 from megalite.models.microbatch import IGNORED, Microbatch
 from megalite.train.check import check
-from megalite.train.config import Config, LayoutConfig, OptimConfig
+from megalite.train.config import Config, LayoutConfig, OptimConfig, PrecisionConfig
 from megalite.train.model import build_model, build_zero
 from megalite.zero import Zero
 from tests.ranks import run
@@ -57,7 +57,7 @@ def one_step(model: GPT, zero: Zero, batch: Microbatch) -> float:
 
 def shrunk(model: GPTConfig) -> dict[str, float]:
     """Parameter -> by what a step without any gradient multiplies it. None begins at 0, where decay would not show."""
-    built_model, zero = built(model, tp=2, precision="fp64", optim=OptimConfig(lr=0.1, weight_decay=0.5))
+    built_model, zero = built(model, tp=2, precision=PrecisionConfig("fp64"), optim=OptimConfig(lr=0.1, weight_decay=0.5))
     with torch.no_grad():
         for parameter in built_model.parameters():
             parameter.fill_(0.5)
@@ -78,7 +78,7 @@ def test_matrices_decay_and_norms_and_biases_do_not_whatever_their_number_of_dim
 
 
 def test_in_bfloat16_masters_and_moments_are_float32_and_norms_move_by_steps_that_bfloat16_would_round_away():
-    model, zero = built(TINY, precision="bf16", optim=OptimConfig(lr=1e-3, weight_decay=0.0))
+    model, zero = built(TINY, precision=PrecisionConfig("bf16"), optim=OptimConfig(lr=1e-3, weight_decay=0.0))
     for _ in range(50):
         one_step(model, zero, microbatch())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
