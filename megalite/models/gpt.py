@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -113,7 +113,8 @@ class Block(nn.Module):
 
 
 class Head(ParallelModule):
-    """The output layer: hidden to logits over the vocabulary, cut over tp; its weight may be the embedding's."""
+    """The output layer: hidden to logits over the vocabulary, cut over tp, or to the loss, for which they never live at
+    once. Its weight may be the embedding's."""
 
     def __init__(self, config: GPTConfig, setting: Setting, *, tied_to: VocabParallelEmbedding | None = None) -> None:
         super().__init__()
@@ -126,10 +127,26 @@ class Head(ParallelModule):
         spec = ParamSpec(shape, normal(config.initializer_range), cut={setting.tp: 0}, pad=pad)
         self.weight = self.declare("weight", spec, device=setting.device, dtype=setting.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq[/tp], hidden) -> this rank's logits (batch, seq, padded vocab/tp)."""
-        enter: Enter = "all_gather" if self.sequence_parallel else "copy"
-        return parallel_linear(x, self.weight, tp=self.tp, enter=enter, leave="cut")
+    def forward(self, x: Tensor, labels: Tensor | None = None, options: LossOptions | None = None) -> Tensor:
+        """(batch, seq[/tp], hidden) -> this rank's logits (batch, seq, padded vocab/tp).
+
+        With labels, (batch, seq): the sum of the loss over those that count, a scalar, equal on all ranks of tp.
+        """
+        if labels is None:
+            enter: Enter = "all_gather" if self.sequence_parallel else "copy"
+            return parallel_linear(x, self.weight, tp=self.tp, enter=enter, leave="cut")
+        options = options or LossOptions()
+        return linear_cross_entropy(
+            x,
+            self.weight,
+            labels,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            vocab_size=self.vocab_size,
+            chunk_tokens=options.chunk_tokens,
+            label_smoothing=options.label_smoothing,
+            z_loss=options.z_loss,
+        )
 
 
 class GPT(nn.Module):
@@ -180,18 +197,9 @@ class GPT(nn.Module):
 
     def forward(self, activation: Tensor | None, microbatch: Microbatch) -> Tensor:
         options = self.loss_options
-        regularised = self.training  # evaluation reports the plain loss
-        return linear_cross_entropy(
-            self.hidden(activation, microbatch),
-            self.head.weight,
-            microbatch.labels,
-            tp=self.setting.tp,
-            sequence_parallel=self.setting.sequence_parallel,
-            vocab_size=self.config.vocab_size,
-            chunk_tokens=options.chunk_tokens,
-            label_smoothing=options.label_smoothing if regularised else 0.0,
-            z_loss=options.z_loss if regularised else 0.0,
-        )
+        if not self.training:  # evaluation reports the plain loss
+            options = replace(options, label_smoothing=0.0, z_loss=0.0)
+        return self.head(self.hidden(activation, microbatch), microbatch.labels, options)
 
     def logits(self, microbatch: Microbatch) -> Tensor:
         """This rank's columns of the logits, (batch, seq, padded vocab/tp); padded columns mean nothing."""
