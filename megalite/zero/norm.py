@@ -42,7 +42,7 @@ def sum_partial(units: Iterable[Unit]) -> None:
     for unit in units:
         for axes, part in unit.runs(lambda slot: partial_axes(slot.spec)):
             if axes:
-                slices[axes, unit.wide].append(unit.gradient_shard[part])
+                slices[axes, unit.gradient_shard.dtype].append(unit.gradient_shard[part])
     for axes, dtype in sorted(slices, key=lambda kind: (sort_key(kind[0]), str(kind[1]))):
         targets = slices[axes, dtype]
         total = torch.cat(targets)

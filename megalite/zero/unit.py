@@ -37,10 +37,15 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Sharding:
-    """How units are kept. stage: 0 to 3. over: so many neighbouring data ranks share a unit; None = all of them."""
+    """How units are kept. stage: 0 to 3. over: so many neighbouring data ranks share a unit; None = all of them.
+
+    gradients: the dtype in which they are added and summed; None = the masters'. offload: the masters lie on the CPU.
+    """
 
     stage: int = 0
     over: int | None = None
+    gradients: torch.dtype | None = None
+    offload: bool = False
 
     def axes(self, mesh: Mesh, data: Axis) -> tuple[Axis, Axis, Axis]:
         """(replicas, shards, gathers) of a data axis; ValueError as `Mesh.shards`."""
@@ -75,9 +80,9 @@ class Unit:
     """Flat weights, master weights and gradients of some parameters, which become views of the flat weights.
 
     weights: padded so that the shards divide them, in the parameters' dtype. masters: this rank's shard of them, in
-    float32 if that is a half precision, else (but at stage 3) a view of the weights. gradients: whole, in the masters'
-    dtype; gradient_shard: this rank's part of their sum. All are ordered by (axes in `partial`, decay, copies), then by
-    registration, so that what is treated alike is one slice.
+    float32 if that is a half precision, else the weights themselves. gradients: whole, in the masters' dtype unless
+    another was asked for; gradient_shard: this rank's part of their sum. All are ordered by (axes in `partial`, decay,
+    copies), then by registration, so that what is treated alike is one slice.
     With a `seed`, declared parameters are drawn from (seed, name), in float32 at least, and may be on the meta device
     before. Raises ValueError for a parameter on the meta device that nothing says how to begin.
     """
@@ -104,7 +109,7 @@ class Unit:
         padded = -(-numel // self.shards.size) * self.shards.size
         self.part = self.shards.part(padded)
         self.weights = Flat(padded, dtype=first.dtype, device=device)
-        self.gradients = Flat(padded, dtype=self.wide, device=device)
+        self.gradients = Flat(padded, dtype=sharding.gradients or self.wide, device=device)
         self.slots: list[Slot] = []
         start = 0
         for one, count in counted:
@@ -115,9 +120,9 @@ class Unit:
         self.parameters: list[nn.Parameter] = []
         if self.stage >= 2:
             self.gradients.free()
-        self._fill([one for one, _ in counted], seed)
+        self._fill([one for one, _ in counted], seed, offload=sharding.offload)
         share = self.part.stop - self.part.start
-        self._shard = Flat(share, dtype=self.wide, device=device) if self.stage >= 2 else None
+        self._shard = Flat(share, dtype=self.gradients.tensor.dtype, device=device) if self.stage >= 2 else None
         if self._shard is not None:
             self._shard.free()
         self._has_sum = False  # whether the shard holds something of this step
@@ -137,7 +142,7 @@ class Unit:
         return self.gradients.tensor[self.part] if self._shard is None else self._shard.tensor
 
     @torch.no_grad()
-    def _fill(self, held: Sequence[Held], seed: int | None) -> None:
+    def _fill(self, held: Sequence[Held], seed: int | None, *, offload: bool) -> None:
         weights = self.weights.tensor
         drawn = weights if self.wide == weights.dtype else torch.empty_like(weights, dtype=self.wide)
         for one, slot in zip(held, self.slots, strict=True):
@@ -156,13 +161,15 @@ class Unit:
             self.parameters.append(one.parameter)
         self.weight_shard = weights[self.part].clone() if self.is_sharded else weights[self.part]
         self.masters = self.weight_shard if drawn is weights else drawn[self.part].clone()
+        if offload:
+            self.masters = self.masters.to("cpu", copy=True)
 
     def live(self) -> dict[str, list[Tensor]]:
         """What has memory at this moment, by kind (weights, masters, gradients); each storage once."""
         flats = {"weights": [self.weights], "gradients": [self.gradients, *([self._shard] if self._shard else [])]}
         found = {kind: [flat.tensor for flat in group if flat.is_allocated] for kind, group in flats.items()}
         found["weights"] += [self.weight_shard] if self.is_sharded else []
-        found["masters"] = [] if self.wide == self.weight_shard.dtype else [self.masters]
+        found["masters"] = [] if self.masters is self.weight_shard else [self.masters]
         return found
 
     def runs(self, key: Callable[[Slot], Any]) -> Iterator[tuple[Any, slice]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -32,13 +32,13 @@ from megalite.zero.norm import squared_norm_share, sum_partial
 from megalite.zero.partition import Held, held_parameters, partition
 from megalite.zero.reductions import Reductions
 from megalite.zero.unit import Sharding, Slot, Unit, begin_frozen
+from megalite.zero.update import Moments, Optimizer, Update
 from megalite.zero.verify import Findings, Verifier, summary
 from megalite.zero.watch import Watch
 
 STAGES = (0, 1, 2, 3)
 RESHARD = ("forward", "backward", "step")
 TRAINED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class Zero:
@@ -53,10 +53,12 @@ class Zero:
 
     stage, shard_over: what data ranks hold once instead of each, over how many of them; see `unit`. prefetch, reshard:
     when stage 3 has weights whole; see `gathering`.
-    units: classes whose instances are a unit each; see `partition`. optimizer: makes torch's own from two groups,
-    {"params", "decay": True} and {"params", "decay": False}, of flat slices; it gives the second weight_decay=0, and
-    must be elementwise. seed: draws every declared parameter from (seed, logical name), also from the meta device, on
-    `device`; None keeps the values. verify: checks the raw gradients of the first step against the ParamSpecs.
+    units: classes whose instances are a unit each; see `partition`. optimizer: makes torch's own from groups of flat
+    slices, {"params", "decay", "lr_multiplier"}; it gives those without decay weight_decay=0, and must be elementwise.
+    lr_multipliers, moments: see `update`. gradients: the dtype in which they are added and summed; None = the masters'.
+    offload: masters and the optimizer's state lie in the CPU's memory, and it updates them.
+    seed: draws every declared parameter from (seed, logical name), also from the meta device, on `device`; None keeps
+    the values. verify: checks the raw gradients of the first step against the ParamSpecs.
     Load, convert, move, freeze before, not after: parameters become views of flat weights here, and half-precision
     weights give their float32 masters. Raises ValueError for a parameter to be trained whose dtype is not a real one.
     """
@@ -72,6 +74,10 @@ class Zero:
         reshard: str = "forward",
         units: tuple[type, ...] = (),
         optimizer: Optimizer,
+        lr_multipliers: Mapping[str, float] | None = None,
+        gradients: torch.dtype | None = None,
+        moments: Moments | None = None,
+        offload: bool = False,
         seed: int | None = None,
         verify: bool = True,
         device: torch.device | str | None = None,
@@ -84,12 +90,13 @@ class Zero:
         held = held_parameters(modules)
         _require_real(held)
         self.mesh, self.stage = mesh, stage
+        sharding = Sharding(stage, shard_over, gradients, offload)
         making: dict[str, Any] = {"mesh": mesh, "seed": seed, "device": device or "cpu"}
-        uses, checksums = _make_units(modules, held, tuple(units), sharding=Sharding(stage, shard_over), **making)
+        uses, checksums = _make_units(modules, held, tuple(units), sharding=sharding, **making)
         self.units = [unit for unit, _ in uses]
         self.device = self.units[0].weights.tensor.device if self.units else torch.device(device or "cpu")
         require_agreement(self.units, checksums, mesh=mesh, device=self.device)
-        self.optimizer, self._updated = self._make_optimizer(optimizer)
+        self._update = Update(self.units, optimizer, lr_multipliers=lr_multipliers, moments=moments)
         self.skipped = 0  # steps left out because the gradient was not finite
         self._slots = [slot for unit in self.units for slot in unit.slots]
         self._verifier = Verifier(self._slots, mesh=mesh, device=self.device) if verify else None
@@ -112,26 +119,19 @@ class Zero:
                 hook = _arrival_hook(weakref.ref(self), slots[one.name])
                 one.parameter.register_post_accumulate_grad_hook(hook)
 
-    def _make_optimizer(self, make: Optimizer) -> tuple[torch.optim.Optimizer, list[tuple[nn.Parameter, Unit, slice]]]:
-        """The optimizer, and (part of a shard of the masters, its unit, its place) for each tensor that it updates."""
-        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        updated: list[tuple[nn.Parameter, Unit, slice]] = []
-        for unit in self.units:
-            for decay, part in unit.runs(lambda slot: slot.spec.decay):
-                master = nn.Parameter(unit.masters[part])
-                groups[decay].append(master)
-                updated.append((master, unit, part))
-        return make([{"params": parameters, "decay": decay} for decay, parameters in groups.items()]), updated
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """torch's, over this rank's shards."""
+        return self._update.optimizer
 
     @property
     def lr(self) -> float:
-        """The learning rate of every group; assign to change it."""
-        return self.optimizer.param_groups[0]["lr"]
+        """The learning rate, before a group's multiplier; assign to change that of every group."""
+        return self._update.lr
 
     @lr.setter
     def lr(self, value: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = value
+        self._update.lr = value
 
     def begin(self, *, microbatches: int) -> None:
         """Opens a step of so many micro-batches; it may differ from step to step.
@@ -252,7 +252,11 @@ class Zero:
                 unit.close()
             return norm
         clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm.item() + 1e-6))
-        self._update(clip / loss_scale)
+        self._gathering.end_step()
+        self._update.step(clip / loss_scale)
+        for unit in self.units:
+            unit.close()
+            unit.publish()
         return norm
 
     @contextmanager
@@ -285,20 +289,6 @@ class Zero:
             again = suspects > 0 and self._verifier.remember(findings.suspects)
             self._verifier = self._verifier if again else None
         return torch.tensor(squared_norm, dtype=torch.float64, device=self.device).sqrt()
-
-    def _update(self, scale: float) -> None:
-        self._gathering.end_step()
-        if scale != 1.0:
-            for unit in self.units:
-                unit.gradient_shard.mul_(scale)
-        for master, unit, part in self._updated:
-            master.grad = unit.gradient_shard[part]  # again each time: it may be new memory
-        self.optimizer.step()
-        for master, *_ in self._updated:
-            master.grad = None
-        for unit in self.units:
-            unit.close()
-            unit.publish()
 
 
 def _end_of_pass(zero: weakref.ref[Zero]) -> Callable[[], None]:
