@@ -11,7 +11,7 @@ from typing import Any
 
 from megalite.mesh import Layout
 from megalite.models.config import MLPConfig, divisors
-from megalite.train.config import Config, PipelineConfig, ProfileConfig
+from megalite.train.config import Config, PipelineConfig, ProfileConfig, ZeroConfig
 from megalite.train.spans import RAMPED, spans_of
 from megalite.train.strict import flatten
 
@@ -22,7 +22,7 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     *("seed", "eval.every", "loss.z_loss", "data.validation_period", "data.prefetch", "log.ranks_every"),
-    *("optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.decay_steps", "optim.weight_decay"),
+    *("zero.prefetch", "optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.decay_steps", "optim.weight_decay"),
 )
 
 MOST = {"seed": 2**63 - 1, "cluster.threads": 4096, "cluster.timeout_seconds": 10**6, "data.prefetch": 1024}
@@ -51,13 +51,15 @@ def check(config: Config, world_size: int) -> Config:
         config.model.validate_cut(layout.tp, sequence_parallel=sequence_parallel, seq_len=span.seq_len)
         _check_batch(span.global_batch_size, config.micro_batch_size, layout)
     _check_data(config)
+    _check_zero(config, layout)
+    _check_precision(config)
     _check_profile(config.profile, layout, steps=config.last_step)
     return replace(config, layout=replace(config.layout, dp=layout.dp, sequence_parallel=sequence_parallel))
 
 
 def _refuse_unbuilt(config: Config) -> None:
     built: dict[str, Any] = {f"layout.{axis}": 1 for axis in ("cp", "pp", "ep", "etp")}
-    built |= {"zero.stage": 0, "pipeline.schedule": PipelineConfig().schedule, "pipeline.virtual_stages": 1}
+    built |= {"pipeline.schedule": PipelineConfig().schedule, "pipeline.virtual_stages": 1}
     built |= {"checkpoint.every": 0}
     for key, legal in built.items():
         group, name = key.split(".")
@@ -99,6 +101,7 @@ def _check_ranges(config: Config) -> None:
         raise ValueError(f"optim.min_lr={optim.min_lr} is above optim.lr={optim.lr}; take at most {optim.lr}")
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         raise ValueError(f"optim.betas={optim.betas} must be two numbers, each in [0, 1)")
+    optim.multipliers()
     if optim.decay_steps is not None and optim.schedule != "wsd":
         raise ValueError(
             f"optim.decay_steps={optim.decay_steps} does nothing with optim.schedule={optim.schedule}; take wsd"
@@ -164,6 +167,43 @@ def _check_data(config: Config) -> None:
         raise ValueError(
             f"eval.every={config.eval.every} has nothing to read with data.validation_period=0; "
             "take a period of 2 or more, or give data.validation_paths"
+        )
+
+
+def _check_zero(config: Config, layout: Layout) -> None:
+    zero, data_ranks = config.zero, layout.dp * layout.cp
+    if not 0 <= zero.stage <= 3:
+        raise ValueError(f"zero.stage={zero.stage} is unknown; take one of 0, 1, 2, 3")
+    if zero.shard_over is not None and (zero.shard_over < 1 or data_ranks % zero.shard_over):
+        raise ValueError(
+            f"zero.shard_over={zero.shard_over} does not divide layout.dp x cp = {layout.dp} x {layout.cp} = "
+            f"{data_ranks}; take one of {divisors(data_ranks)}"
+        )
+    defaults = ZeroConfig()
+    needs = {"shard_over": 1, "prefetch": 3, "reshard_after_forward": 3, "reshard": 3}
+    for name, stage in needs.items():
+        value = getattr(zero, name)
+        if value != getattr(defaults, name) and zero.stage < stage:
+            raise ValueError(f"zero.{name}={value} does nothing at zero.stage={zero.stage}; take stage {stage}")
+    if zero.reshard == "step" and not zero.reshard_after_forward:
+        raise ValueError("zero.reshard_after_forward=false says nothing beside zero.reshard=step; leave it out")
+
+
+def _check_precision(config: Config) -> None:
+    precision, optim = config.precision, config.optim
+    for name in ("gradients", "moments"):
+        value = getattr(precision, name)
+        if value is not None and (value != "bf16" or precision.compute != "bf16"):
+            raise ValueError(
+                f"precision.{name}={value} does not go with precision.compute={precision.compute}; take null (as the "
+                "master weights), or bf16 with compute=bf16"
+            )
+    if precision.stochastic_rounding and precision.moments is None:
+        raise ValueError("precision.stochastic_rounding=true rounds nothing; take precision.moments=bf16 with it")
+    if precision.moments and not precision.stochastic_rounding and optim.name == "adamw" and optim.betas[1] > 0.99:
+        raise ValueError(
+            f"optim.betas[1]={optim.betas[1]} is above 0.99, and a second moment in bf16 (precision.moments) would "
+            "never come down again; take at most 0.99, or precision.stochastic_rounding=true"
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Any
 
 from megalite.mesh import Layout
@@ -39,9 +40,22 @@ class LayoutConfig:
 
 @dataclass
 class ZeroConfig:
-    """What data-parallel ranks hold once instead of each: stage 0 nothing."""
+    """What data-parallel ranks hold once instead of each.
+
+    stage: 0 nothing, 1 masters and the optimizer's state, 2 gradients too, 3 weights too.
+    shard_over: so many neighbouring data ranks share it, and all groups of them hold the same; null = all data ranks.
+    prefetch: units gathered ahead of their use at stage 3.
+    reshard_after_forward: at stage 3, release a unit after its forward and gather it again for its backward.
+    reshard: at stage 3, microbatch releases units within each micro-batch, step keeps them until the update.
+    offload: masters and the optimizer's state lie in the CPU's memory, and it updates them.
+    """
 
     stage: int = 0
+    shard_over: int | None = None
+    prefetch: int = 1
+    reshard_after_forward: bool = True
+    reshard: str = one_of("microbatch", "step")
+    offload: bool = False
 
 
 @dataclass
@@ -63,6 +77,8 @@ class OptimConfig:
     betas, eps: AdamW's; betas[0] is SGD's momentum.
     weight_decay: on matrices, not on norms and biases.
     max_norm: larger gradients are scaled down to this norm; null never does.
+    lr_multipliers: ["pattern=factor", ...]: the learning rate of parameters whose name matches (first match counts),
+    as in "*norm*=0.5".
     """
 
     name: str = one_of("adamw", "sgd")
@@ -76,11 +92,28 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     max_norm: float | None = 1.0
+    lr_multipliers: list[str] = field(default_factory=list)
 
     @property
     def lowest_lr(self) -> float:
         """min_lr, null resolved."""
         return self.lr / 10 if self.min_lr is None else self.min_lr
+
+    def multipliers(self) -> dict[str, float]:
+        """lr_multipliers as pattern -> factor. Raises ValueError for an entry that is no pattern=factor."""
+        found: dict[str, float] = {}
+        for place, entry in enumerate(self.lr_multipliers):
+            pattern, _, factor = entry.rpartition("=")
+            try:
+                found[pattern] = float(factor)
+            except ValueError:
+                pattern = ""
+            if not pattern or not 0 <= found[pattern] < inf:
+                raise ValueError(
+                    f"optim.lr_multipliers[{place}]={entry} must be pattern=factor, the factor 0 or more; "
+                    'write it as in ["*norm*=0.5"]'
+                )
+        return found
 
 
 @dataclass
@@ -98,9 +131,17 @@ class LossConfig:
 
 @dataclass
 class PrecisionConfig:
-    """The arithmetic of weights and activations; half precision keeps its master weights and gradients in fp32."""
+    """In what numbers are kept and computed with; a recipe in configs/precision/ is a choice of all of it.
+
+    compute: weights, activations and the gradients of one pass; in half precision master weights in fp32 stand behind
+    them. gradients: their sums over passes and ranks; null = as the masters. moments: the optimizer's; null = as the
+    masters. stochastic_rounding: of moments in bf16: up or down with the odds that keep the mean.
+    """
 
     compute: str = one_of("fp32", "bf16", "fp16", "fp64")
+    gradients: str | None = None
+    moments: str | None = None
+    stochastic_rounding: bool = False
 
 
 @dataclass

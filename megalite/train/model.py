@@ -13,10 +13,10 @@ from megalite.mesh import Mesh
 from megalite.models.config import MLPConfig
 from megalite.models.gpt import GPT, Block, LossOptions
 from megalite.models.mlp import MLP
-from megalite.train.config import Config
+from megalite.train.config import Config, ZeroConfig
 from megalite.train.optim import optimizer
 from megalite.train.strict import ConfigError
-from megalite.zero import Zero
+from megalite.zero import Moments, Zero
 
 UNITS = (Block, ColumnParallelLinear, RowParallelLinear)
 """What Zero reduces together: a GPT's Blocks (which hold the linears), the deep MLP's layers."""
@@ -56,9 +56,28 @@ def build_zero(config: Config, model: nn.Module, *, mesh: Mesh, device: str) -> 
         model,
         mesh,
         stage=config.zero.stage,
+        shard_over=config.zero.shard_over,
+        prefetch=config.zero.prefetch,
+        reshard=_reshard(config.zero),
+        offload=config.zero.offload,
         units=UNITS,
         optimizer=optimizer(config.optim),
+        lr_multipliers=config.optim.multipliers(),
+        gradients=_half(config.precision.gradients),
+        moments=Moments(
+            _half(config.precision.moments), stochastic=config.precision.stochastic_rounding, seed=config.seed
+        ),
         seed=config.seed,
         verify=config.verify,
         device=device,
     )
+
+
+def _reshard(zero: ZeroConfig) -> str:
+    if zero.reshard == "step":
+        return "step"
+    return "forward" if zero.reshard_after_forward else "backward"
+
+
+def _half(name: str | None) -> torch.dtype | None:
+    return None if name is None else torch.bfloat16

@@ -1,7 +1,8 @@
 """Data parallelism: `Zero` owns the gradients, the master weights and the optimizer of the modules that it is given.
 
-partition (modules -> units), unit (one flat buffer), agreement (the replicas before the first step), norm, verify,
-watch (parameters between steps), zero (hooks, order, step).
+partition (modules -> units), unit (one flat buffer, shared out by stage), flat, guard (weights that are not whole),
+reductions (which unit is summed when), gathering (which is whole when), agreement (the replicas before the first step),
+norm, verify, update (the optimizer), watch (parameters between steps), zero (hooks and the step).
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megalite.zero.update import Moments
     from megalite.zero.zero import Zero
 
-__all__ = ["Zero"]
+__all__ = ["Moments", "Zero"]
 
 
 def __getattr__(name: str) -> object:
-    """`Zero`, imported when it is first asked for, so that `import megalite.zero` costs no import of torch."""
-    if name != "Zero":
+    """Imported when it is first asked for, so that `import megalite.zero` costs no import of torch."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megalite.zero.zero import Zero
+    from megalite.zero import update, zero
 
-    return Zero
+    return getattr(zero if name == "Zero" else update, name)

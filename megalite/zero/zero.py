@@ -254,7 +254,7 @@ class Zero:
         clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm.item() + 1e-6))
         self._gathering.end_step()
         self._update.step(clip / loss_scale)
-        for unit in self.units:
+        for unit in reversed(self.units):  # in forward's order: what is used first is gathered first
             unit.close()
             unit.publish()
         return norm
