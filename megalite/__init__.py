@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megalite.models.gpt import GPT
     from megalite.models.mlp import MLP
     from megalite.spec import Init, ParallelModule, ParamSpec, init_parameters, param_specs
+    from megalite.styles import parallelize
     from megalite.weight_grad import WeightGradStore
     from megalite.zero import Zero
 
@@ -47,6 +48,7 @@ __all__ = [
     "WeightGradStore",
     "Zero",
     "init_parameters",
+    "parallelize",
     "param_specs",
     "vocab_parallel_cross_entropy",
 ]
@@ -65,6 +67,7 @@ _HOME = {
     "megalite.models.gpt": ("GPT",),
     "megalite.models.mlp": ("MLP",),
     "megalite.spec": ("Init", "ParallelModule", "ParamSpec", "init_parameters", "param_specs"),
+    "megalite.styles": ("parallelize",),
     "megalite.weight_grad": ("WeightGradStore",),
     "megalite.zero": ("Zero",),
 }
