@@ -29,7 +29,12 @@ class Call:
 
 
 class Observer:
-    """What can be seen of a collective; each does nothing unless it is overridden. Called on the thread that calls."""
+    """What can be seen of a collective; each does nothing unless it is overridden. Called on the thread that calls.
+
+    delays: one that takes time of its own is the innermost, so that all others see its time as the collective's.
+    """
+
+    delays = False
 
     def issuing(self, call: Call) -> None:
         """It is about to be handed to the backend."""
@@ -50,7 +55,8 @@ _observers: list[Observer] = []
 @contextmanager
 def observe(observer: Observer) -> Iterator[None]:
     """`observer` sees every collective of this process in the block; several may look at once."""
-    _observers.append(observer)
+    place = len(_observers) if observer.delays else sum(not other.delays for other in _observers)
+    _observers.insert(place, observer)
     try:
         yield
     finally:
