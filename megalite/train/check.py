@@ -11,17 +11,18 @@ from typing import Any
 
 from megalite.mesh import Layout
 from megalite.models.config import MLPConfig, divisors
-from megalite.train.config import Config, PipelineConfig, ProfileConfig, ZeroConfig
+from megalite.train.config import Config, LinkConfig, PipelineConfig, ProfileConfig, ZeroConfig
 from megalite.train.spans import RAMPED, spans_of
 from megalite.train.strict import flatten
 
 POSITIVE = (
     *("seq_len", "global_batch_size", "micro_batch_size", "steps", "stop_after", "layout.dp", "log.every"),
-    *("cluster.threads", "cluster.timeout_seconds", "cluster.peak_tflops"),
+    *("cluster.threads", "cluster.timeout_seconds", "cluster.peak_tflops", "link.bandwidth_gb_per_sec"),
     *("optim.max_norm", "optim.eps", "loss.chunk_tokens", "eval.sequences"),
 )
 NOT_NEGATIVE = (
     *("seed", "eval.every", "loss.z_loss", "data.validation_period", "data.prefetch", "log.ranks_every"),
+    "link.latency_ms",
     *("zero.prefetch", "optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.decay_steps", "optim.weight_decay"),
 )
 
@@ -54,6 +55,7 @@ def check(config: Config, world_size: int) -> Config:
     _check_zero(config, layout)
     _check_precision(config)
     _check_profile(config.profile, layout, steps=config.last_step)
+    _check_link(config.link, layout)
     return replace(config, layout=replace(config.layout, dp=layout.dp, sequence_parallel=sequence_parallel))
 
 
@@ -213,6 +215,18 @@ def _check_profile(profile: ProfileConfig, layout: Layout, *, steps: int) -> Non
     for rank in profile.ranks if profile.steps else []:
         if not 0 <= rank < layout.world_size:
             raise ValueError(f"profile.ranks={profile.ranks}: rank {rank} is none of 0 to {layout.world_size - 1}")
+
+
+def _check_link(link: LinkConfig, layout: Layout) -> None:
+    if link.axis is None:
+        return
+    sizes = {name: size for name, size in layout.sizes.items() if name != "edp"}  # not a key of layout
+    if link.axis not in sizes:
+        raise ValueError(f"link.axis={link.axis} is unknown; take one of {', '.join(sizes)}")
+    if sizes[link.axis] == 1:
+        cut = [name for name, size in sizes.items() if size > 1]
+        ways = f"take one of {', '.join(cut)}" if cut else "start more ranks"
+        raise ValueError(f"link.axis={link.axis} has 1 rank, so nothing crosses it; {ways}")
 
 
 def is_mlp(config: Config) -> bool:

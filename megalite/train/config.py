@@ -247,6 +247,19 @@ class ClusterConfig:
 
 
 @dataclass
+class LinkConfig:
+    """A slower network than there is, on the CPU, to see what it does to a layout.
+
+    axis: what crosses it (dp, tp, ...) takes at least latency_ms, plus the bytes that a rank sends by a ring over
+    bandwidth_gb_per_sec (10^9 bytes), one collective after the other; null = the network as it is.
+    """
+
+    axis: str | None = None
+    bandwidth_gb_per_sec: float = 1.0
+    latency_ms: float = 0.0
+
+
+@dataclass
 class Config:
     """A whole run.
 
@@ -273,6 +286,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    link: LinkConfig = field(default_factory=LinkConfig)
 
     seq_len: int = 128
     seq_len_ramp: list[list[int]] = field(default_factory=list)

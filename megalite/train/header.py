@@ -11,7 +11,7 @@ from megalite.cost.memory import Memory
 from megalite.data import Baselines
 from megalite.mesh import Layout
 from megalite.models.config import GPTConfig
-from megalite.train.config import Config
+from megalite.train.config import Config, LinkConfig
 from megalite.train.expect import expected_memory, micro_batch, operations_per_token, sent_bytes
 from megalite.train.spans import Span, spans_of
 
@@ -58,6 +58,7 @@ def header_lines(
         "model": describe_model(config),
         "layout": "\n".join(describe_layout(config, layout)),
         "where": where,
+        "link": describe_link(config.link),
         "batch": "\n".join(describe_batches(config)),
         "data": data,
         "to beat": describe_baselines(baselines),
@@ -97,6 +98,13 @@ def describe_layout(config: Config, layout: Layout) -> list[str]:
         more = f" and {groups - SHOWN} more" if groups > SHOWN else ""
         lines.append(f"{name:<4}  {size:>5}  {shown}{more}")
     return lines
+
+
+def describe_link(link: LinkConfig) -> str:
+    """Empty where the network is what it is."""
+    if link.axis is None:
+        return ""
+    return f"{link.axis} is slowed down to {link.bandwidth_gb_per_sec:g} GB/s and {link.latency_ms:g} ms"
 
 
 def describe_batches(config: Config) -> list[str]:

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megalite.train.check import check
 from megalite.train.compose import compose
-from megalite.train.config import Config, load
+from megalite.train.config import Config, LinkConfig, load
 from megalite.train.failure import CONFIG_CODE, REFUSALS, Board, code_of, trace_of
 from megalite.train.guard import UNWIND_SECONDS, Ended, Guard, Stopped, within
 from megalite.train.place import Place
@@ -153,7 +153,7 @@ class Launcher:
         from megalite.train.conclude import conclude
 
         try:
-            with self.process_group(world, config.cluster.timeout_seconds, prefix):
+            with self.process_group(world, config.cluster.timeout_seconds, prefix), network(config.link, world.device):
                 try:
                     self.main(config, world)
                 except BaseException as error:
@@ -257,6 +257,20 @@ class Launcher:
         assert self.place.master is not None
         host, port = self.place.master
         return dist.TCPStore(host, port, is_master=serve, wait_for_workers=False)
+
+
+def network(link: LinkConfig, device: str) -> AbstractContextManager[None]:
+    """Collectives in the block are as slow as `link` says. Raises ConfigError on a GPU, which would not wait."""
+    if link.axis is None:
+        return nullcontext()
+    if device != "cpu":
+        raise ConfigError(
+            f"link.axis={link.axis} slows ranks on the CPU, and this is {device}; take cluster.device=cpu"
+        )
+    from megalite.comm import observe
+    from megalite.comm.link import Link, Wire
+
+    return observe(Link({link.axis: Wire(1e9 * link.bandwidth_gb_per_sec, link.latency_ms / 1e3)}))
 
 
 def choose_device(config: Config, place: Place, *, gpus: int) -> tuple[str, str]:

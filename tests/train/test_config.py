@@ -181,6 +181,11 @@ def test_keys_and_types_are_exact(override, says):
         ("profile.steps=[3]", 1, "profile.steps=[3] must be [first, last], within 1 to 200"),
         ("profile.steps=[3,2]", 1, "profile.steps=[3, 2] must be [first, last], within 1 to 200"),
         ("profile.steps=[1,2] profile.ranks=[2]", 2, "profile.ranks=[2]: rank 2 is none of 0 to 1"),
+        ("link.axis=tpp", 2, "link.axis=tpp is unknown; take one of dp, cp, tp, pp, ep, etp"),
+        ("link.axis=tp", 2, "link.axis=tp has 1 rank, so nothing crosses it; take one of dp"),
+        ("link.axis=dp", 1, "link.axis=dp has 1 rank, so nothing crosses it; start more ranks"),
+        ("link.bandwidth_gb_per_sec=0", 1, "link.bandwidth_gb_per_sec=0.0 must be above 0"),
+        ("link.latency_ms=-1", 1, "link.latency_ms=-1.0 must be at least 0"),
         ("precision.compute=fp16", 1, "precision=fp16 is not built yet"),
     ],
 )

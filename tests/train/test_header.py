@@ -10,8 +10,16 @@ from megalite.data import Baselines
 from megalite.mesh import Layout
 from megalite.models.config import GPTConfig, MLPConfig
 from megalite.train.check import check
-from megalite.train.config import ClusterConfig, Config, LayoutConfig, PhaseConfig
-from megalite.train.header import Peak, describe_batches, describe_layout, header_lines, peak_of, size_text
+from megalite.train.config import ClusterConfig, Config, LayoutConfig, LinkConfig, PhaseConfig
+from megalite.train.header import (
+    Peak,
+    describe_batches,
+    describe_layout,
+    describe_link,
+    header_lines,
+    peak_of,
+    size_text,
+)
 
 
 def lines_of(config: Config, ranks: int = 1, *, peak: Peak | None = None, available: int | None = None) -> list[str]:
@@ -46,6 +54,11 @@ def test_a_large_world_is_abbreviated_and_takes_no_time():
     )
     assert dp.startswith("dp     2048  [0, 8, 16, 24, ... 16376] [1, 9, 17, 25, ... 16377]")
     assert dp.endswith("and 4 more")
+
+
+def test_a_slow_link_is_said_and_the_network_as_it_is_is_not():
+    assert describe_link(LinkConfig()) == ""
+    assert describe_link(LinkConfig("tp", 0.5, 2.0)) == "tp is slowed down to 0.5 GB/s and 2 ms"
 
 
 def test_the_batch_is_counted_in_what_the_model_takes():

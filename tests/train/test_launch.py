@@ -8,14 +8,18 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from megalite.comm import Call
+from megalite.comm.observe import seen
 from megalite.data import DataError
+from megalite.mesh import Axis
 from megalite.train import launch
-from megalite.train.config import ClusterConfig, Config
+from megalite.train.config import ClusterConfig, Config, LinkConfig
 from megalite.train.finite import NotFiniteError
 from megalite.train.guard import SIGNALS
 from megalite.train.strict import ConfigError
@@ -256,6 +260,19 @@ def test_nccl_is_chosen_where_each_rank_has_a_gpu_of_its_own_and_refused_elsewhe
     else:
         with pytest.raises(ConfigError, match=found):
             launch.choose_device(config, place, gpus=gpus)
+
+
+def test_a_link_slows_what_crosses_its_axis_and_is_refused_on_a_gpu():
+    call = Call("all_reduce", Axis("tp", 2), 10**6)  # of which a ring of two sends all
+    for link, least in ((LinkConfig("tp", bandwidth_gb_per_sec=0.1, latency_ms=40), 0.05), (LinkConfig(), 0.0)):
+        with launch.network(link, "cpu"):
+            began = time.perf_counter()
+            for before, after in (("issuing", "issued"), ("waiting", "waited")):
+                with seen(call, before, after):
+                    pass
+            assert least <= time.perf_counter() - began <= least + 0.04
+    with pytest.raises(ConfigError, match=r"link\.axis=tp slows ranks on the CPU, and this is cuda:0"):
+        launch.network(LinkConfig("tp"), "cuda:0")
 
 
 def test_help_and_a_refusal_import_no_torch():
