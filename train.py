@@ -17,7 +17,7 @@ def main(config: Config, world: launch.World) -> None:
     from megalite.mesh import Mesh
     from megalite.train.batches import open_batches, start_count
     from megalite.train.evaluate import evaluate
-    from megalite.train.finite import Patience
+    from megalite.train.finite import LossScale
     from megalite.train.log import Log
     from megalite.train.model import build_model, build_zero
     from megalite.train.optim import learning_rate
@@ -28,7 +28,7 @@ def main(config: Config, world: launch.World) -> None:
     batches = open_batches(config, dp=mesh.dp, device=device, cache_dir=world.cache_dir)
     log = Log(config, world=world, mesh=mesh)
     log.header(data=batches.describe(), baselines=batches.baselines)
-    zero, patience = build_zero(config, model, mesh=mesh, device=device), Patience()
+    zero, scale = build_zero(config, model, mesh=mesh, device=device), LossScale.of(config.precision.compute)
     with log, Profile(config, rank=world.rank, zero=zero, model=model) as profile:
         for step in range(1, config.last_step + 1):
             world.at(step)
@@ -42,16 +42,16 @@ def main(config: Config, world: launch.World) -> None:
                 with profile.range(f"F{number}"):
                     loss = model(None, microbatch) / count.wait()
                 with profile.range(f"BW{number}"):
-                    loss.backward()
+                    (loss * scale.value).backward()
                 losses.append(loss.detach().double())
-            grad_norm = zero.step(max_norm=config.optim.max_norm)
+            grad_norm = zero.step(max_norm=config.optim.max_norm, loss_scale=scale.value)
             loss = start_all_reduce(sum(losses), mesh.data()).wait()
             metrics = {"train/loss": loss.item(), "train/grad_norm": grad_norm.item(), "train/lr": zero.lr}
-            metrics |= log.measured(step)
+            metrics |= scale.metrics() | log.measured(step)
             if config.evaluates(step):
                 metrics |= evaluate(model, batches.validation(), mesh=mesh)
             log.step(step, metrics)
-            patience.see(step, metrics["train/grad_norm"])
+            scale.see(step, metrics["train/grad_norm"])
         log.summary(skipped=zero.skipped)
 
 

@@ -14,6 +14,7 @@ METRICS: Mapping[str, str] = {
     "train/loss": "always",
     "train/grad_norm": "always",
     "train/lr": "always",
+    "train/loss_scale": "precision fp16",
     "train/tokens": "always",
     "train/samples": "always",
     "perf/tokens_per_sec": "always",
@@ -46,6 +47,7 @@ def occurring(config: Config, *, device: str, world_size: int, peak_known: bool)
         "cpu": device == "cpu",
         "evaluation": evaluates,
         "evaluation of tokens": evaluates and isinstance(config.model, GPTConfig),
+        "precision fp16": config.precision.compute == "fp16",
     }
     return [name for name, occasion in METRICS.items() if occasions[occasion]]
 

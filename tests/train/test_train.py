@@ -23,7 +23,7 @@ from megalite.models.microbatch import IGNORED, Microbatch, VectorMicrobatch
 from megalite.spec import init_parameters
 from megalite.train.check import check
 from megalite.train.config import Config, DataConfig, EvalConfig, LayoutConfig, LossConfig, OptimConfig, PrecisionConfig
-from megalite.train.finite import MOST_SKIPPED_IN_A_ROW, NotFiniteError, Patience
+from megalite.train.finite import GROWTH_STEPS, MOST_SKIPPED_IN_A_ROW, LossScale, NotFiniteError
 from megalite.train.launch import World
 from megalite.train.model import build_model
 from tests.ranks import run
@@ -215,12 +215,46 @@ def test_ten_skipped_steps_in_a_row_end_the_run_on_all_ranks_and_each_says_so(tm
     assert ["skipped" in line for line in lines] == [False] + [True] * 10
 
 
+def test_a_dynamic_loss_scale_halves_at_overflows_and_grows_after_many_good_steps():
+    """An overflow says that the scale was too high, until it is 1: from there on it is counted."""
+    scale = LossScale.of("fp16")
+    for step in range(1, 17):
+        assert scale.value == 2.0 ** (17 - step)
+        scale.see(step, math.inf)
+    assert scale.value == 1 and scale.in_a_row == 0
+    for step in range(GROWTH_STEPS):
+        scale.see(17 + step, 1.0)
+    assert scale.value == 2
+    scale.see(5000, math.nan)
+    with pytest.raises(NotFiniteError, match="steps 6000 to 6009 "):
+        for step in range(6000, 6010):
+            scale.see(step, math.nan)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+def test_other_precisions_are_not_scaled(precision):
+    scale = LossScale.of(precision)
+    for step in range(1, 2 * GROWTH_STEPS):
+        scale.see(step, 1.0)
+    assert scale.value == 1 and scale.metrics() == {}
+
+
+def test_float16_trains_and_its_scale_is_in_the_rows(text, tmp_path):
+    """Near float32's losses: 11 bits a number, over four steps. The scale has come down to where nothing overflows."""
+    config = replace(run_of("gpt", text, tmp_path / "half"), precision=PrecisionConfig("fp16"))
+    rows = trained(config)
+    plain = trained(replace(config, precision=PrecisionConfig("fp32"), out_dir=str(tmp_path / "plain")))
+    taken = [row for row in rows if math.isfinite(row["train/grad_norm"])]
+    assert taken and all(row["train/loss_scale"] >= 1 for row in rows)
+    assert rows[0]["train/loss"] == pytest.approx(plain[0]["train/loss"], rel=2e-3)
+
+
 def test_only_steps_in_a_row_count():
-    patience = Patience()
+    scale = LossScale()
     for step in range(1, 40):
-        patience.see(step, math.nan if step % MOST_SKIPPED_IN_A_ROW else 1.0)
+        scale.see(step, math.nan if step % MOST_SKIPPED_IN_A_ROW else 1.0)
     with pytest.raises(NotFiniteError, match="steps 31 to 40 "):
-        patience.see(40, math.inf)
+        scale.see(40, math.inf)
 
 
 @pytest.mark.parametrize(
