@@ -68,6 +68,9 @@ class ParamSpec:
     partial: axes over which the local gradient is only one summand, as each rank saw only its tokens or its heads.
     expert: it lives on the expert view of the mesh. decay: weight decay applies.
     part_of: the larger logical tensor that it is a region of; None = it is a logical tensor itself.
+    matrices: for optimizers that see whole matrices, (outputs, inputs) with the inputs as the last dim: dim -> sizes of
+    the parts along it where several lie in one tensor, {} = it is one; None = it maps nothing to nothing, as the rows
+    of an embedding or a head, one for each word. What has fewer than two dims is none in any case.
     """
 
     shape: tuple[int, ...]
@@ -78,6 +81,7 @@ class ParamSpec:
     expert: bool = False
     decay: bool = True
     part_of: PartOf | None = None
+    matrices: Mapping[int, tuple[int, ...]] | None = field(default_factory=dict)
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
@@ -170,7 +174,8 @@ class ParallelModule(nn.Module):
 def param_specs(module: nn.Module) -> dict[str, ParamSpec]:
     """Logical name -> spec of every parameter, each shared parameter once. A plain parameter counts as replicated.
 
-    A plain parameter of one dim or none is not decayed (norms, biases); it keeps the values it has.
+    A plain parameter of one dim or none is not decayed (norms, biases); it keeps the values it has. One of two dims is
+    a matrix, but in torch's embeddings; in its nn.MultiheadAttention three are one parameter.
     """
     return {name: spec for name, _, spec in _walk(module)}
 
@@ -180,7 +185,17 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParamSpec]]:
     for name, parameter in module.named_parameters():
         path, _, leaf = name.rpartition(".")
         declared = getattr(owners[path], "specs", {}).get(leaf)
-        yield name, parameter, declared or ParamSpec(tuple(parameter.shape), None, decay=parameter.ndim > 1)
+        yield name, parameter, declared or _plain(parameter, leaf, owners[path])
+
+
+def _plain(parameter: Tensor, leaf: str, owner: nn.Module) -> ParamSpec:
+    shape = tuple(parameter.shape)
+    matrices: dict[int, tuple[int, ...]] | None = {}
+    if len(shape) != 2 or isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
+        matrices = None
+    elif isinstance(owner, nn.MultiheadAttention) and leaf == "in_proj_weight":
+        matrices = {0: (shape[0] // 3,) * 3}
+    return ParamSpec(shape, None, decay=len(shape) > 1, matrices=matrices)
 
 
 def init_parameters(module: nn.Module, seed: int, *, device: torch.device | str = "cpu") -> None:

@@ -160,7 +160,8 @@ class FusedQKV(ColumnParallelLinear):
 
     def __init__(self, hidden: int, shape: QKVShape, bias: bool, *, cut: HeadCut, **options: Any) -> None:
         _require_heads("num_key_value_heads", shape.kv_heads, cut.kv)
-        super().__init__(hidden, math.prod(shape.fused), bias, tp=cut.tp, out_shape=shape.fused, **options)
+        options |= {"out_shape": shape.fused, "matrices": {1: (shape.queries, 1, 1)}}
+        super().__init__(hidden, math.prod(shape.fused), bias, tp=cut.tp, **options)
         self.shape = shape
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
@@ -204,10 +205,13 @@ class SharedQKV(ParallelModule):
         kv = {"cut": {cut.kv: 0}, "partial": (cut.shared,)}
         wholes = {"weight": (init or default, (hidden,)), "bias": (zeros if init else default, ())}
         for whole, (start, tail) in wholes.items():
-            for name, first, count, held in (("q", 0, shape.queries, q), ("kv", shape.queries, 2, kv)):
+            parts = (("q", 0, (shape.queries,), q), ("kv", shape.queries, (1, 1), kv))
+            for name, first, sizes, held in parts:
                 part_of = PartOf(whole, (*shape.fused, *tail), (0, first, 0, *(0 for _ in tail)))
-                size = (shape.kv_heads, count, shape.head_dim, *tail)
-                spec = ParamSpec(size, start, decay=whole == "weight", part_of=part_of, **held)
+                size = (shape.kv_heads, sum(sizes), shape.head_dim, *tail)
+                fused = {1: sizes} if len(sizes) > 1 else {}
+                held |= {"decay": whole == "weight", "matrices": fused if whole == "weight" else None}
+                spec = ParamSpec(size, start, part_of=part_of, **held)
                 if whole == "weight" or bias:
                     self.declare(f"{name}_{whole}", spec, device=device, dtype=dtype)
                 else:

@@ -67,7 +67,7 @@ class VocabParallelEmbedding(ParallelModule):
         self.num_embeddings, self.embedding_dim, self.tp = num_embeddings, embedding_dim, tp
         self.sequence_parallel = sequence_parallel
         pad = {0: padded_size(num_embeddings, tp.size)}
-        spec = ParamSpec((num_embeddings, embedding_dim), init or normal(1.0), cut={tp: 0}, pad=pad)
+        spec = ParamSpec((num_embeddings, embedding_dim), init or normal(1.0), cut={tp: 0}, pad=pad, matrices=None)
         self.weight = self.declare("weight", spec, device=device, dtype=dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class LearnedPositions(ParallelModule):
         super().__init__()
         self.max_positions = max_positions
         partial = (tp,) if sequence_parallel else ()
-        spec = ParamSpec((max_positions, hidden), init or normal(1.0), partial=partial)
+        spec = ParamSpec((max_positions, hidden), init or normal(1.0), partial=partial, matrices=None)
         self.weight = self.declare("weight", spec, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:

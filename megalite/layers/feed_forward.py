@@ -58,7 +58,7 @@ class FeedForward(nn.Module):
         parts = 2 if gated else 1
         self.up = ColumnParallelLinear(
             hidden, parts * ffn, bias, device, dtype, tp=tp, sequence_parallel=sequence_parallel,
-            out_shape=(parts, ffn), cut_dim=1, init=init,
+            out_shape=(parts, ffn), cut_dim=1, matrices={0: (1,) * parts}, init=init,
         )  # fmt: skip
         self.down = RowParallelLinear(
             ffn, hidden, bias, device, dtype, tp=tp, sequence_parallel=sequence_parallel, init=out_init

@@ -8,7 +8,7 @@ outside of the pair: an all-gather enters and a reduce-scatter leaves (arXiv:220
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -130,7 +130,8 @@ class ColumnParallelLinear(ParallelModule):
     x: (..., seq, in_features), equal on all ranks -> (..., seq, out_features/tp). With sequence_parallel
     (..., seq/tp, in_features) -> (..., seq, out_features/tp). Positional arguments are nn.Linear's.
     out_shape, cut_dim: several products fused in one: the weight is (*out_shape, in_features), cut along cut_dim of
-    out_shape, so that each of the fused parts is cut alike; out_features must be their product.
+    out_shape, so that each of the fused parts is cut alike; out_features must be their product. matrices: which of them
+    is a matrix of its own, as in `ParamSpec`.
     init: of the weight; default nn.Linear's. Raises ValueError if tp does not divide what it cuts.
     """
 
@@ -148,6 +149,7 @@ class ColumnParallelLinear(ParallelModule):
         sequence_parallel: bool = False,
         out_shape: tuple[int, ...] | None = None,
         cut_dim: int = 0,
+        matrices: Mapping[int, tuple[int, ...]] | None = None,
         init: Init | None = None,
     ) -> None:
         super().__init__()
@@ -158,12 +160,12 @@ class ColumnParallelLinear(ParallelModule):
         self.in_features, self.out_features, self.tp = in_features, out_features, tp
         self.sequence_parallel = sequence_parallel
         bound = 1 / math.sqrt(in_features)
-        weight = ParamSpec((*shape, in_features), init or uniform(bound), cut={tp: cut_dim})
+        weight = ParamSpec((*shape, in_features), init or uniform(bound), cut={tp: cut_dim}, matrices=matrices or {})
         self.weight = self.declare("weight", weight, device=device, dtype=dtype)
         self.register_parameter("bias", None)
         if bias:
             start = zeros if init else uniform(bound)
-            spec = ParamSpec(shape, start, cut={tp: cut_dim}, decay=False)
+            spec = ParamSpec(shape, start, cut={tp: cut_dim}, decay=False, matrices=None)
             self.bias = self.declare("bias", spec, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ class _Norm(ParallelModule):
         self, name: str, init: Init, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> nn.Parameter:
         over = {} if self.cut is None else {self.cut: 0}
-        spec = ParamSpec(self.shape, init, cut=over, partial=self.partial, decay=False)
+        spec = ParamSpec(self.shape, init, cut=over, partial=self.partial, decay=False, matrices=None)
         return self.declare(name, spec, device=device, dtype=dtype)
 
     def _flat(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:

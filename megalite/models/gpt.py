@@ -124,7 +124,7 @@ class Head(ParallelModule):
             return
         shape = (config.vocab_size, config.hidden_size)
         pad = {0: padded_size(config.vocab_size, setting.tp.size)}
-        spec = ParamSpec(shape, normal(config.initializer_range), cut={setting.tp: 0}, pad=pad)
+        spec = ParamSpec(shape, normal(config.initializer_range), cut={setting.tp: 0}, pad=pad, matrices=None)
         self.weight = self.declare("weight", spec, device=setting.device, dtype=setting.dtype)
 
     def forward(self, x: Tensor, labels: Tensor | None = None, options: LossOptions | None = None) -> Tensor:

@@ -2,7 +2,8 @@
 
 partition (modules -> units), unit (one flat buffer, shared out by stage), flat, guard (weights that are not whole),
 reductions (which unit is summed when), gathering (which is whole when), agreement (the replicas before the first step),
-norm, verify, update (the optimizer), watch (parameters between steps), zero (hooks and the step).
+norm, verify, update (the optimizer), matrix, matrix_update (optimizers that see whole matrices), muon, adafactor, watch
+(parameters between steps), zero (hooks and the step).
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megalite.zero.adafactor import Adafactor
+    from megalite.zero.muon import Muon
     from megalite.zero.update import Moments
     from megalite.zero.zero import Zero
 
-__all__ = ["Moments", "Zero"]
+__all__ = ["Adafactor", "Moments", "Muon", "Zero"]
 
 
 def __getattr__(name: str) -> object:
     """Imported when it is first asked for, so that `import megalite.zero` costs no import of torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megalite.zero import update, zero
+    from megalite.zero import adafactor, muon, update, zero
 
-    return getattr(zero if name == "Zero" else update, name)
+    homes = {"Adafactor": adafactor, "Moments": update, "Muon": muon, "Zero": zero}
+    return getattr(homes[name], name)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalite.zero.matrix_update import MatrixRule, MatrixUpdate, Slice, Together, is_matrix
 from megalite.zero.unit import Slot, Unit
 
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -38,7 +39,8 @@ class Update:
     """torch's optimizer over slices of units' masters, which it updates and the units then `publish`.
 
     make: gives the optimizer for groups [{"params", "decay", "lr_multiplier"}, ...]. lr_multipliers: pattern of logical
-    names (as in fnmatch) -> factor of the learning rate; the first that matches counts.
+    names (as in fnmatch) -> factor of the learning rate; the first that matches counts. matrices: how matrices are
+    updated; None = elementwise like the rest, by what `make` gives.
     """
 
     def __init__(
@@ -48,19 +50,28 @@ class Update:
         *,
         lr_multipliers: Mapping[str, float] | None = None,
         moments: Moments | None = None,
+        matrices: MatrixRule | None = None,
     ) -> None:
         self.units, self.moments = list(units), moments or Moments()
         self._multipliers = dict(lr_multipliers or {})
-        self._slices: list[tuple[nn.Parameter, Unit, slice]] = []
+        self._slices: list[Slice] = []
+        of_matrices: list[tuple[tuple[bool, float], Slice]] = []
         groups: dict[tuple[bool, float], list[nn.Parameter]] = {(True, 1.0): [], (False, 1.0): []}
         for unit in units:
-            for key, part in unit.runs(self._group):
-                master = nn.Parameter(unit.masters[part])
-                groups.setdefault(key, []).append(master)
-                self._slices.append((master, unit, part))
-        self.optimizer = make(
+            for (key, whole), part in unit.runs(lambda slot: (self._group(slot), is_matrix(slot, matrices))):
+                one = Slice(nn.Parameter(unit.masters[part]), unit, part)
+                if whole:
+                    of_matrices.append((key, one))
+                else:
+                    groups.setdefault(key, []).append(one.master)
+                    self._slices.append(one)
+        self.optimizer = self._elementwise = make(
             [{"params": masters, "decay": decay, "lr_multiplier": by} for (decay, by), masters in groups.items()]
         )
+        self._matrices: MatrixUpdate | None = None
+        if matrices is not None:
+            self._matrices = MatrixUpdate(units, matrices, of_matrices, key=self._group)
+            self.optimizer = Together([self.optimizer, self._matrices.optimizer])
         self._steps = 0
 
     def _group(self, slot: Slot) -> tuple[bool, float]:
@@ -85,7 +96,7 @@ class Update:
         if scale != 1.0:
             for unit in self.units:
                 unit.gradient_shard.mul_(scale)
-        slices = [(master, unit.gradient_shard[part]) for master, unit, part in self._slices]
+        slices = [(one.master, one.unit.gradient_shard[one.part]) for one in self._slices]
         if self.moments.dtype is None and all(g.dtype == m.dtype and g.device == m.device for m, g in slices):
             self._step(slices)
         else:
@@ -93,12 +104,25 @@ class Update:
                 self._widen(master)
                 self._step([(master, gradient.to(master.device, master.dtype))])
                 self._narrow(master, number)
+        if self._matrices is not None:
+            self._matrices.step(self._values(self._matrices))
+
+    def _values(self, matrices: MatrixUpdate) -> list[Tensor]:
+        """What the rule makes of the gradients of each of its slices before they are seen as matrices."""
+        values = []
+        for number, one in enumerate(matrices.slices, start=len(self._slices)):
+            self._widen(one.master)
+            gradient = one.unit.gradient_shard[one.part].to(one.master.device, one.master.dtype)
+            state = self.optimizer.state[one.master] if matrices.rule.state_of == "slices" else {}
+            values.append(matrices.rule.elementwise(gradient, state))
+            self._narrow(one.master, number)
+        return values
 
     def _step(self, slices: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
         """Of these slices alone: torch leaves out what has no gradient."""
         for master, gradient in slices:
             master.grad = gradient
-        self.optimizer.step()
+        self._elementwise.step()
         for master, _ in slices:
             master.grad = None
 
@@ -111,7 +135,7 @@ class Update:
     def _narrow(self, master: nn.Parameter, number: int) -> None:
         if self.moments.dtype is None:
             return
-        state = self.optimizer.state[master]
+        state = self.optimizer.state.get(master, {})
         for place, (name, value) in enumerate(sorted(state.items())):
             if _is_moment(value):
                 state[name] = self._round(value, number, place)

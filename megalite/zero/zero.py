@@ -28,6 +28,7 @@ from megalite.comm import start_all_gather, start_all_reduce
 from megalite.mesh import Mesh
 from megalite.zero.agreement import Checksums, require_agreement
 from megalite.zero.gathering import Gathering
+from megalite.zero.matrix_update import MatrixRule
 from megalite.zero.norm import squared_norm_share, sum_partial
 from megalite.zero.partition import Held, held_parameters, partition
 from megalite.zero.reductions import Reductions
@@ -55,7 +56,8 @@ class Zero:
     when stage 3 has weights whole; see `gathering`.
     units: classes whose instances are a unit each; see `partition`. optimizer: makes torch's own from groups of flat
     slices, {"params", "decay", "lr_multiplier"}; it gives those without decay weight_decay=0, and must be elementwise.
-    lr_multipliers, moments: see `update`. gradients: the dtype in which they are added and summed; None = the masters'.
+    matrices: `Muon` or `Adafactor` for what is a matrix; see `matrix_update`. lr_multipliers, moments: see `update`.
+    gradients: the dtype in which they are added and summed; None = the masters'.
     offload: masters and the optimizer's state lie in the CPU's memory, and it updates them.
     seed: draws every declared parameter from (seed, logical name), also from the meta device, on `device`; None keeps
     the values. verify: checks the raw gradients of the first step against the ParamSpecs.
@@ -74,6 +76,7 @@ class Zero:
         reshard: str = "forward",
         units: tuple[type, ...] = (),
         optimizer: Optimizer,
+        matrices: MatrixRule | None = None,
         lr_multipliers: Mapping[str, float] | None = None,
         gradients: torch.dtype | None = None,
         moments: Moments | None = None,
@@ -96,7 +99,7 @@ class Zero:
         self.units = [unit for unit, _ in uses]
         self.device = self.units[0].weights.tensor.device if self.units else torch.device(device or "cpu")
         require_agreement(self.units, checksums, mesh=mesh, device=self.device)
-        self._update = Update(self.units, optimizer, lr_multipliers=lr_multipliers, moments=moments)
+        self._update = Update(self.units, optimizer, matrices=matrices, lr_multipliers=lr_multipliers, moments=moments)
         self.skipped = 0  # steps left out because the gradient was not finite
         self._slots = [slot for unit in self.units for slot in unit.slots]
         self._verifier = Verifier(self._slots, mesh=mesh, device=self.device) if verify else None
