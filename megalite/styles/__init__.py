@@ -2,27 +2,27 @@
 
 How weights are held:
 
-| style           | fits                          | x -> y over tp, and what becomes of it                                  |
-|-----------------|-------------------------------|-------------------------------------------------------------------------|
-| `column`        | nn.Linear, Hugging Face Conv1D| whole -> cut features: weight and bias cut along the outputs            |
-| `column:N`      | the same                      | the outputs are N chunks (q, k and v), and each chunk is cut            |
-| `column_gather` | the same                      | whole -> whole: y is gathered; any size, padded (the output layer)      |
-| `row`           | the same                      | cut features -> whole: cut along the inputs; the bias is added once     |
-| `embedding`     | nn.Embedding                  | ids -> whole: cut along the vocabulary; any size, padded                |
-| `norm`          | layer norms and RMS norms     | stays as it is; knows if its gradient is a summand                      |
-| `head_norm`     | the same                      | stays; over each head on its own, between a column and a row: a summand |
+| style           | fits                | x -> y over tp, and what becomes of it                       |
+|-----------------|---------------------|--------------------------------------------------------------|
+| `column`        | nn.Linear, Conv1D   | whole -> cut features: weight and bias cut along the outputs |
+| `column:N`      | the same            | the outputs are N chunks (q, k and v): each chunk is cut     |
+| `column_gather` | the same            | whole -> whole: y is gathered; any size (the output layer)   |
+| `row`           | the same            | cut features -> whole: cut along the inputs; bias added once |
+| `embedding`     | nn.Embedding        | ids -> whole: cut along the vocabulary, any size             |
+| `norm`          | layer and RMS norms | stays as it is, and knows if its gradient is a summand       |
+| `head_norm`     | the same            | stays; of each head, between column and row: a summand       |
 
 What becomes of a module's input, (..., seq, features), when it is called:
 
-| style        | x before -> after              | for                                                                     |
-|--------------|--------------------------------|-------------------------------------------------------------------------|
-| `copy`       | whole -> whole                 | all columns within share one all-reduce in backward                     |
-| `split_seq`  | whole -> cut along the sequence| begins sequence parallelism, for all that is registered later           |
-| `gather_seq` | cut -> whole                   | one gather for all columns within; the row at the end cuts again        |
-| `join_seq`   | cut -> whole                   | ends it: what follows is computed alike on all ranks                    |
+| style        | x before -> after     | for                                                                |
+|--------------|-----------------------|--------------------------------------------------------------------|
+| `copy`       | whole -> whole        | all columns within share one all-reduce in backward                |
+| `split_seq`  | whole -> cut sequence | begins sequence parallelism, for all that is registered later      |
+| `gather_seq` | cut sequence -> whole | one gather for all columns within; the row at their end cuts again |
+| `join_seq`   | cut sequence -> whole | ends it: what follows is computed alike on all ranks               |
 
-Within the cut part a column that no gather_seq encloses gathers for itself, and a `column_gather` ends it.
-Megatron-LM, arXiv:1909.08053; sequence parallelism, arXiv:2205.05198.
+Conv1D is transformers'. Where the sequence is cut, a column that no gather_seq encloses gathers for itself, and a
+`column_gather` ends that part. Megatron-LM, arXiv:1909.08053; sequence parallelism, arXiv:2205.05198.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch import nn
 from megalite.mesh import Axis, Mesh
 from megalite.styles.inputs import FirstStep, input_hook
 from megalite.styles.sites import Site, find_sites, matches
-from megalite.styles.weights import CutLinear, Region, Regions, build, plan, take
+from megalite.styles.weights import Region, Regions, build, plan, take
 
 __all__ = ["parallelize"]
 

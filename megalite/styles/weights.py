@@ -45,7 +45,7 @@ class CutLinear(ParallelModule):
 
     x: (..., seq, in), whole, or with enter="all_gather" (..., seq/tp, in); for a row (..., seq, in/tp) -> y:
     (..., seq, out/tp); with `gathers` and for a row (..., seq, out), or leaving by "reduce_scatter" (..., seq/tp, out).
-    y is contiguous, since the code around it may view it as it viewed the y of the plain linear.
+    y is contiguous and may be written into, as that of a plain linear: the code around it may do either.
     """
 
     def __init__(self, shape: LinearShape, *, tp: Axis, enter: Enter, leave: Leave, gathers: bool) -> None:
@@ -59,8 +59,9 @@ class CutLinear(ParallelModule):
             for region, parameter in zip(parts, held[name], strict=True):
                 self.register_parameter(region.name, parameter)
                 self.specs[region.name] = region.spec
-        biases = [region.name for region in regions.get("bias", [])] or [None] * len(regions["weight"])
-        self.parts = [(region.name, bias) for region, bias in zip(regions["weight"], biases, strict=True)]
+        weights = [region.name for region in regions["weight"]]
+        biases: list[str | None] = [region.name for region in regions.get("bias", [])]
+        self.parts = list(zip(weights, biases or [None] * len(weights), strict=True))
 
     def forward(self, x: Tensor) -> Tensor:
         enter = self.enter
@@ -71,7 +72,10 @@ class CutLinear(ParallelModule):
         y = ys[0] if len(ys) == 1 else torch.cat(ys, dim=-1)
         if self.gathers:
             y = comm.gather(y, self.tp, -1)[..., : self.out_features]
-        return y.contiguous()
+        y = y.contiguous()
+        # The same memory, but no view to autograd, which forbids to write into a view that a function of ours has made;
+        # nobody has stored y, so an activation in place is as right as after a plain linear.
+        return torch.ops.aten._unsafe_view(y, y.shape)
 
     def _product(self, x: Tensor, weight: str, bias: str | None, enter: Enter) -> Tensor:
         matrix = self._parameters[weight]
@@ -160,14 +164,14 @@ def take(parameter: nn.Parameter, regions: Sequence[Region]) -> list[nn.Paramete
 def linear_shape(site: Site) -> LinearShape:
     """ValueError if the module is no plain nn.Linear, nor transformers' Conv1D, known by its name and shapes."""
     module = site.module
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and weight is not None:
+    shapes = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
+    weight = shapes.get("weight", ())
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and weight:
         _require_plain(site)
         return LinearShape(module.in_features, module.out_features, transposed=False)
-    if type(module).__name__ == "Conv1D" and weight is not None and weight.ndim == 2:
-        if bias is not None and bias.shape == weight.shape[1:]:
-            _require_plain(site)
-            return LinearShape(*weight.shape, transposed=True)
+    if type(module).__name__ == "Conv1D" and len(weight) == 2 and shapes.get("bias") == weight[1:]:
+        _require_plain(site)
+        return LinearShape(weight[0], weight[1], transposed=True)
     raise ValueError(f"{site}: a {type(module).__name__} is no plain nn.Linear or transformers Conv1D")
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from tests.styles.training import VOCAB, Recipe
+
+transformers = pytest.importorskip("transformers")
 
 HIDDEN, HEADS, KV_HEADS = 32, 4, 2
 
@@ -85,18 +87,56 @@ def _all_biases() -> nn.Module:
     return llama(attention_bias=True, mlp_bias=True, pad_token_id=3)
 
 
+def _recomputed() -> nn.Module:
+    model: Any = llama()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
 def _multi_head() -> nn.Module:
     return llama(HEADS)
 
+
+class TorchEncoder(nn.Module):
+    """torch's own encoder, which calls none of its attention's linears, between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(HIDDEN, HEADS, 40, dropout=0.0, batch_first=True)
+        self.embedding = nn.Embedding(VOCAB, HIDDEN)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embedding(tokens)))
+
+
+def torch_encoder() -> nn.Module:
+    return _drawn(TorchEncoder())
+
+
+def mlp() -> nn.Module:
+    """Linear, activation in place, dropout, linear: as torchvision's MLP is made."""
+    block = nn.Sequential(nn.Linear(HIDDEN, 64), nn.ReLU(inplace=True), nn.Dropout(0.0), nn.Linear(64, HIDDEN))
+    norm, head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB)
+    return _drawn(nn.Sequential(nn.Embedding(VOCAB, HIDDEN), norm, block, nn.LayerNorm(HIDDEN), head))
+
+
+MLP = {"0": "embedding", "2.0": "column", "2.3": "row", "4": "column_gather"}
+MLP_SEQUENCE = MLP | {"1": "norm", "3": "norm"} | {"[1]": "split_seq"}
 
 RECIPES = {
     "Llama": Recipe(llama, LLAMA, unit="LlamaDecoderLayer"),
     "Llama, one copy": Recipe(llama, LLAMA_ONE_COPY, unit="LlamaDecoderLayer"),
     "Llama, sequence": Recipe(llama, LLAMA_SEQUENCE, unit="LlamaDecoderLayer"),
     "Llama with biases and padding, sequence": Recipe(_all_biases, LLAMA_SEQUENCE, unit="LlamaDecoderLayer"),
+    "Llama recomputed, sequence": Recipe(_recomputed, LLAMA_SEQUENCE, unit="LlamaDecoderLayer"),
     "Llama of 4 key heads": Recipe(_multi_head, LLAMA, unit="LlamaDecoderLayer"),
     "Llama of 4 key heads, sequence": Recipe(_multi_head, LLAMA_SEQUENCE, unit="LlamaDecoderLayer"),
     "Qwen 3": Recipe(qwen3, QWEN3, unit="Qwen3DecoderLayer"),
+    "MLP": Recipe(mlp, MLP, is_theirs=False),
+    "MLP, sequence": Recipe(mlp, MLP_SEQUENCE, is_theirs=False),
     "GPT-2": Recipe(gpt2, GPT2, GPT2_ATTRIBUTES, "GPT2Block"),
     "GPT-2, sequence": Recipe(gpt2, GPT2_SEQUENCE, GPT2_ATTRIBUTES, "GPT2Block"),
 }
+ENCODER = Recipe(torch_encoder, {}, unit="TransformerEncoderLayer", is_theirs=False)

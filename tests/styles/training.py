@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite import Layout, Mesh, Zero, param_specs, parallelize
+from megalite import Layout, Mesh, Zero, parallelize, param_specs
 from tests.models.test_gpt_against_transformers import float32_means_float64
 
 VOCAB, SAMPLES, SEQ = 29, 8, 8  # no tp but 1 divides the vocabulary
@@ -29,7 +29,7 @@ class Recipe(NamedTuple):
 
     build: Callable[[], nn.Module]
     styles: Mapping[str, str]
-    attributes: Mapping[str, str | Sequence[str]] = {}  # noqa: RUF012
+    attributes: Mapping[str, str | Sequence[str]] = {}
     unit: str = ""
     is_theirs: bool = True
 
@@ -70,7 +70,9 @@ def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 def train(recipe: Recipe, layout: Layout, options: dict[str, Any], microbatches: int = 1) -> Record:
     with oracle(recipe):
         mesh = Mesh.build(layout)
-        model = parallelize(recipe.build(), recipe.styles, mesh, attributes=recipe.attributes)
+        model = recipe.build()
+        if recipe.styles:
+            parallelize(model, recipe.styles, mesh, attributes=recipe.attributes)
         units = tuple({type(m) for m in model.modules() if type(m).__name__ == recipe.unit})
         zero = Zero(model, mesh, units=units, optimizer=adamw, **options)
         places = {name: (*spec.logical(name), spec.valid_box()) for name, spec in param_specs(model).items()}
