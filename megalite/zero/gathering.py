@@ -4,33 +4,44 @@
    units are started: those that came after it the last time.
 2. Before the next unit is entered in forward, the one before is released: so a unit of several modules stays whole from
    the first to the last of them, and the last unit from its forward into its backward.
-3. A unit is released in backward when the gradient of its module's inputs is there, else at its last gradient, else at
-   the end of the pass; before the next one is entered, so that 1 + prefetch units are whole at once.
+3. A unit is released in backward when all of its parameters, or all of its module's inputs, have their gradients, else
+   at the end of the pass; before the next one is entered, so that 1 + prefetch units are whole at once.
 
-A module that computes its forward again in backward (checkpointing around it) enters like any other.
+A module that computes its forward again in backward (checkpointing around it) enters like any other. What a module
+leaves elsewhere than in its output is not seen: if its backward reads weights, it must depend on the module's inputs.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from megalite.comm import start_all_gather
 from megalite.zero.unit import Unit
 
 WEIGHTLESS_BACKWARD = (nn.Embedding, nn.EmbeddingBag)
 """torch's modules whose backward does not read their weights; others say so by `reads_weight_in_backward = False`."""
+DISORDER = (
+    "data ranks gathered different units in this step, so that some computed with other weights than their modules': "
+    "at zero.stage=3 each module must be used on all data ranks or on none, in one order"
+)
+NO_PASS = -1  # torch's number of the backward pass where there is none
+_FACTOR, _TRACES = 1_000_003, 1 << 24  # sums of a world of thousands of ranks, each times its size, stay exact
 
 
 class Gathering:
     """Gathers and releases units around the modules that use them.
 
     uses: each unit with its modules. stages: the modules whose forward is a pass. reshard: "forward" releases after
-    forward and after backward, "backward" after backward alone, "step" not before the weights change.
+    forward and after backward, "backward" after backward alone, "step" not before the weights change. noticed: told in
+    a backward pass that it goes on. compares: until the first step, each gather asks first whether all want this unit.
     """
 
     def __init__(
@@ -40,12 +51,17 @@ class Gathering:
         stages: Sequence[nn.Module],
         prefetch: int = 1,
         reshard: str = "forward",
+        noticed: Callable[[], None] = lambda: None,
+        compares: bool = False,
     ) -> None:
-        self.reshard = reshard
+        self.reshard, self._noticed, self._compares = reshard, noticed, compares
         self.units = [unit for unit, _ in uses]
+        self._numbers = {unit: number for number, unit in enumerate(self.units)}
+        self._trace = 0  # of the units gathered in this step, in order
         self._forward, self._backward = _Path(prefetch), _Path(prefetch)
         self._entered: dict[Unit, int] = dict.fromkeys(self.units, 0)  # forwards that are going on within each unit
         self._open: dict[Unit, set[_Call]] = {unit: set() for unit in self.units}  # calls in their backward
+        self._arrived: Counter[tuple[Unit, int]] = Counter()  # parameters with a gradient, of a unit and a pass
         for stage in stages:
             stage.register_forward_pre_hook(_beginning(weakref.ref(self)))
         for unit, modules in uses:
@@ -63,36 +79,38 @@ class Gathering:
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if (gathering := owner()) is not None and calls:
-                gathering._leave_forward(calls.pop(), output, reads)
+                gathering._leave_forward(calls.pop(), output if reads else None)
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
 
     def _enter_forward(self, unit: Unit, inputs: Any, reads: bool) -> _Call:
-        self._enter(unit, in_backward=torch._C._current_graph_task_id() != -1, returns=reads)
+        self._enter(unit, in_backward=_pass() != NO_PASS, returns=reads)
         self._entered[unit] += 1
         call = _Call(unit)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and reads:
             needed = [x for x in _tensors(inputs) if x.requires_grad]
-            if needed:
-                call.has_inputs = True
+            call.before = _nodes(needed)
+            # A parameter that is handed over gets its gradient with the last of its uses, and would keep the hook.
+            if needed and not any(isinstance(x, nn.Parameter) for x in needed):
                 register_multi_grad_hook(needed, self._leaving(call))
         return call
 
-    def _leave_forward(self, call: _Call, output: Any, reads: bool) -> None:
+    def _leave_forward(self, call: _Call, output: Any) -> None:
         self._entered[call.unit] -= 1
-        if not torch.is_grad_enabled() or not reads:
-            return
-        for node in {x.grad_fn for x in _tensors(output) if x.grad_fn is not None}:
-            node.register_prehook(self._entering(call))
+        before, call.before = call.before, set()
+        if torch.is_grad_enabled():
+            for node in _nodes(_tensors(output)) - before:
+                node.register_prehook(self._entering(call))
 
     def _entering(self, call: _Call) -> Callable[[Any], None]:
         owner = weakref.ref(self)
 
         def enter(_: Any) -> None:
             gathering = owner()
-            if gathering is not None and not call.was_entered:
-                call.was_entered = True
+            if gathering is not None and call not in gathering._open[call.unit]:
+                gathering._noticed()
+                call.begun_in = _pass()
                 gathering._open[call.unit].add(call)
                 gathering._enter(call.unit, in_backward=True)
 
@@ -117,10 +135,37 @@ class Gathering:
             for other in self.units:
                 if other is not unit and other not in ahead and not self._entered[other] and not self._open[other]:
                     self._release_after_forward(other)
-        unit.gather()
+        self._gather(unit)
         unit.wait()
         for following in ahead:
-            following.gather()
+            self._gather(following)
+
+    def _gather(self, unit: Unit) -> None:
+        if unit.weights.is_allocated:
+            return
+        number = self._numbers[unit]
+        self._trace = (self._trace * _FACTOR + number + 1) % _TRACES
+        if self._compares:
+            mine = torch.tensor([number], device=unit.weight_shard.device)
+            wanted = unit.meet(start_all_gather(mine, unit.gathers), "gathered").tolist()
+            for rank, other in zip(unit.gathers.ranks, wanted, strict=True):
+                if other != number:
+                    raise RuntimeError(
+                        f"{DISORDER}: rank {unit.gathers.ranks[unit.gathers.rank]} needs unit {unit.name} and rank "
+                        f"{rank} unit {self.units[other].name}"
+                    )
+        unit.gather()
+
+    def disorder_share(self) -> int:
+        """Summed over the world: 0 if all data ranks gathered alike since the last call, else almost surely not.
+
+        The first of the ranks that gather together takes away what each of the others adds. Exact in float64.
+        """
+        trace, self._trace, self._compares = self._trace, 0, False
+        if not self.units:
+            return 0
+        axis = self.units[0].gathers
+        return trace if axis.rank else -(axis.size - 1) * trace
 
     def _release_after_forward(self, unit: Unit) -> None:
         comes_back = torch.is_grad_enabled() and self.reshard == "backward"
@@ -129,32 +174,63 @@ class Gathering:
 
     def begin_pass(self) -> None:
         """A stage's forward begins."""
-        if torch._C._current_graph_task_id() == -1:
+        if _pass() == NO_PASS:
             self._forward.end()
+            for calls in self._open.values():  # of a backward that has not reached its end
+                calls.clear()
 
     def _leave_backward(self, call: _Call) -> None:
         unit = call.unit
-        self._open[unit].discard(call)
-        if not self._open[unit] and not self._entered[unit] and self.reshard != "step":
+        if call in self._open[unit]:
+            self._open[unit].discard(call)
+            if not self._open[unit]:
+                self._release(unit)
+
+    def _release(self, unit: Unit) -> None:
+        if not self._entered[unit] and self.reshard != "step":
             unit.release()
 
-    def finished(self, unit: Unit) -> None:
-        """All gradients of a unit are there: what has no gradient of inputs to wait for is over."""
-        for call in [call for call in self._open.get(unit, ()) if not call.has_inputs]:
-            self._leave_backward(call)
+    def arrived(self, unit: Unit) -> None:
+        """One more parameter of a unit has its gradient, or has put it off: no more of this pass will read it.
+
+        That is once a pass for each, since autograd sums all uses first. A backward within another is a pass apart.
+        """
+        if unit not in self._open:
+            return
+        key = (unit, _pass())
+        self._arrived[key] += 1
+        if self._arrived[key] == len(unit.slots):
+            for call in [call for call in self._open[unit] if call.begun_in == key[1]]:
+                self._leave_backward(call)
 
     def end_pass(self) -> None:
         """A backward pass has ended."""
         self._backward.end()
+        self._arrived.clear()
         for unit in self.units:
             self._open[unit].clear()
-            if not self._entered[unit] and self.reshard != "step":
-                unit.release()
+            self._release(unit)
 
     def end_step(self) -> None:
         """Weights have changed: whatever is whole is old."""
+        self._forward.end()
+        self._backward.end()
         for unit in self.units:
             unit.release()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """All units are whole and stay so, through forwards too."""
+        for unit in self.units:
+            self._entered[unit] += 1
+            self._gather(unit)
+            unit.wait()
+        try:
+            yield
+        finally:
+            for unit in self.units:
+                self._entered[unit] -= 1
+                unit.release()
 
 
 class _Path:
@@ -203,12 +279,27 @@ def _beginning(owner: weakref.ref[Gathering]) -> Callable[..., None]:
 
 
 class _Call:
-    """One forward of a module: has it inputs whose gradient says that its backward is over, has that begun?"""
+    """One forward of a module. before: what made its inputs, while it goes on; begun_in: the pass of its backward."""
 
-    __slots__ = ("has_inputs", "unit", "was_entered")
+    __slots__ = ("before", "begun_in", "unit")
 
     def __init__(self, unit: Unit) -> None:
-        self.unit, self.has_inputs, self.was_entered = unit, False, False
+        self.unit, self.begun_in = unit, NO_PASS
+        self.before: set[Any] = set()
+
+
+def _pass() -> int:
+    """The number of the backward pass that calls this; NO_PASS outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def _nodes(tensors: Iterable[Tensor]) -> set[Any]:
+    """What made these tensors, as autograd sees it.
+
+    Of a view, what made its base as well: an operation in place on the view (relu_ after a linear) leaves out the view.
+    """
+    bases = [(x, x._base if x._is_view() else None) for x in tensors]
+    return {one.grad_fn for pair in bases for one in pair if one is not None and one.grad_fn is not None}
 
 
 def _reads_weight_in_backward(module: nn.Module) -> bool:

@@ -48,8 +48,12 @@ class Sharding:
     offload: bool = False
 
     def axes(self, mesh: Mesh, data: Axis) -> tuple[Axis, Axis, Axis]:
-        """(replicas, shards, gathers) of a data axis; ValueError as `Mesh.shards`."""
-        return mesh.shards(data, 1 if self.stage == 0 else self.over or data.size)
+        """(replicas, shards, gathers) of a data axis; ValueError if its size cannot be cut so."""
+        over = data.size if self.over is None else self.over
+        if over < 1 or data.size % over:
+            legal = [size for size in range(1, data.size + 1) if data.size % size == 0]
+            raise ValueError(f"zero.shard_over={over} must divide the {data.size} data ranks: take one of {legal}")
+        return mesh.shards(data, 1 if self.stage == 0 else over)
 
 
 @dataclass(eq=False, slots=True)
@@ -134,7 +138,7 @@ class Unit:
     @property
     def is_sharded(self) -> bool:
         """Whether weights are kept as shards between uses."""
-        return self.stage == 3 and self.shards.size > 1
+        return self.stage == 3 and self.shards.size > 1 and self.weights.tensor.numel() > 0
 
     @property
     def gradient_shard(self) -> Tensor:
@@ -219,7 +223,7 @@ class Unit:
     def finish(self) -> None:
         """The sum that was launched has come; what is kept of it is the shard."""
         assert self._reducing is not None
-        total, self._reducing = self._reducing.wait(), None
+        total, self._reducing = self.meet(self._reducing, "summed"), None
         if self._shard is None:
             if self.shards.size > 1:
                 self.gradient_shard.copy_(total)
@@ -264,15 +268,19 @@ class Unit:
         """The weights are whole from here on, if a gather was started."""
         if self._gathering is not None:
             pending, self._gathering = self._gathering, None
-            try:
-                pending.wait()
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"unit {self.name} was not gathered: a rank of {self.gathers.ranks} did not come, for a module is "
-                    f"used on all data ranks or on none at zero.stage=3 ({error})"
-                ) from error
+            self.meet(pending, "gathered")
             for parameter in self.parameters:
                 unguard(parameter)
+
+    def meet(self, pending: Pending[Tensor], what: str) -> Tensor:
+        """Waits for the ranks that share this unit. Raises RuntimeError, by the unit's name, if one does not come."""
+        try:
+            return pending.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"unit {self.name} was not {what}: a rank of {self.gathers.ranks} did not come; at zero.stage=3 a "
+                f"module must be used on all data ranks or on none, and so must each of its parameters ({error})"
+            ) from error
 
     def release(self) -> None:
         """Gives the memory of weights that are kept as shards back."""

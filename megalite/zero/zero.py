@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from megalite.comm import start_all_gather, start_all_reduce
 from megalite.mesh import Mesh
 from megalite.zero.agreement import Checksums, require_agreement
-from megalite.zero.gathering import Gathering
+from megalite.zero.gathering import DISORDER, Gathering
 from megalite.zero.matrix_update import MatrixRule
 from megalite.zero.norm import squared_norm_share, sum_partial
 from megalite.zero.partition import Held, held_parameters, partition
@@ -105,7 +105,8 @@ class Zero:
         self._verifier = Verifier(self._slots, mesh=mesh, device=self.device) if verify else None
         self._reductions = Reductions(self.units, mesh=mesh, stage=stage)
         kept_apart = [(unit, modules) for unit, modules in uses if unit.is_sharded]
-        self._gathering = Gathering(kept_apart, stages=modules, prefetch=prefetch, reshard=reshard)
+        how: dict[str, Any] = {"prefetch": prefetch, "reshard": reshard, "compares": verify}
+        self._gathering = Gathering(kept_apart, stages=modules, noticed=_telling(weakref.ref(self)), **how)
         self._microbatches = 0  # of the step that is open; 0 outside of begin() and step()
         self._reduced = False
         self._in_pass = False  # whether a backward is going on whose end will be noticed
@@ -148,6 +149,7 @@ class Zero:
             raise RuntimeError("begin() was called twice: step() comes between")
         self._watch.require_unchanged()
         self._microbatches, self._reduced = microbatches, False
+        self._in_pass = False  # of a backward that raised, the end is never told
         self._reductions.open(microbatches)
         if self._verifier is not None:
             self._verifier.open()
@@ -156,6 +158,7 @@ class Zero:
         """One gradient is in `parameter.grad`, or none: a layer that puts its weight's gradient off fires empty."""
         gradient = parameter.grad
         self._notice_pass()
+        self._gathering.arrived(slot.unit)
         if gradient is None:
             slot.promised += 1
             self._promised_in_pass += 1
@@ -173,8 +176,6 @@ class Zero:
         if self._verifier is not None:
             self._verifier.observe(slot, gradient)
         self._reductions.put(slot, gradient)
-        if not slot.unit.missing:
-            self._gathering.finished(slot.unit)
 
     def _notice_pass(self) -> None:
         """The first firing of a backward pass: its end will be told."""
@@ -184,10 +185,12 @@ class Zero:
 
     def _end_pass(self) -> None:
         self._in_pass = False
+        if torch._C._current_autograd_node() is not None:
+            return  # a backward within another (reentrant checkpointing), which goes on and will be noticed again
         self._gathering.end_pass()
         # One gradient alone, where others were put off, is such a one that comes now, not a pass of its own.
         self._defers = self._defers or self._promised_in_pass > 0
-        if self._microbatches and (self._promised_in_pass or not (self._defers and self._arrived_in_pass == 1)):
+        if self._microbatches and (self._promised_in_pass or self._arrived_in_pass > self._defers):
             self._reductions.passed()
 
     def end_microbatch(self, count: int) -> None:
@@ -240,7 +243,8 @@ class Zero:
         max_norm: gradients are multiplied by max_norm / (norm + 1e-6) where that is below 1 (torch's formula).
         loss_scale: the factor that the loss was multiplied by, taken out again here, for float16.
         If the norm is not finite (one bad entry on one rank is enough) no rank updates anything: weights and optimizer
-        state keep their bits, and `skipped` counts one. Raises RuntimeError on all ranks if `verify` finds a fault.
+        state keep their bits, and `skipped` counts one. Raises RuntimeError on all ranks if `verify` finds a fault, or
+        if data ranks used different modules at stage 3.
         """
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm={max_norm} must be greater than 0, or None for no clipping")
@@ -269,20 +273,20 @@ class Zero:
         Every rank enters it, between steps; it takes the memory of the whole model.
         """
         for unit in self.units:
-            unit.gather()
             unit.wait()
-        try:
+        with self._gathering.held():
             yield
-        finally:
-            for unit in self.units:
-                unit.release()
 
     def _norm(self) -> Tensor:
-        """|g| by one all-reduce over the world; an entry that is not finite, and verify's findings, ride along."""
+        """|g| by one all-reduce over the world; an entry that is not finite, verify's findings, and whether data ranks
+        gathered different units, ride along."""
         findings = self._verifier.compare() if self._verifier is not None else Findings()
         share = squared_norm_share(self.units, self.device)
-        sums = torch.stack([share, share.new_tensor(len(findings.faults)), share.new_tensor(len(findings.suspects))])
-        squared_norm, faults, suspects = start_all_reduce(sums, self.mesh.world).wait().tolist()
+        others = share.new_tensor([len(findings.faults), len(findings.suspects), self._gathering.disorder_share()])
+        sums = torch.cat([share[None], others])
+        squared_norm, faults, suspects, disorder = start_all_reduce(sums, self.mesh.world).wait().tolist()
+        if disorder:
+            raise RuntimeError(DISORDER)
         if faults:
             elsewhere = "another rank has found a gradient that is not what its ParamSpec says; see its message"
             raise RuntimeError(summary(findings.faults) or elsewhere)
@@ -300,6 +304,14 @@ def _end_of_pass(zero: weakref.ref[Zero]) -> Callable[[], None]:
             owner._end_pass()
 
     return end
+
+
+def _telling(zero: weakref.ref[Zero]) -> Callable[[], None]:
+    def tell() -> None:
+        if (owner := zero()) is not None:
+            owner._notice_pass()
+
+    return tell
 
 
 def _arrival_hook(zero: weakref.ref[Zero], number: int) -> Callable[[Tensor], None]:

@@ -19,6 +19,7 @@ from tests.zero.training import (
     assert_equals_one_process,
     global_batch,
     plain_mlp,
+    put_off,
     reference,
     train,
 )
@@ -149,5 +150,5 @@ class TiedToPlain(nn.Module):
 )
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_backward_that_puts_weight_gradients_off_equals_one_that_does_not(build, layout, stage):
-    records = run(train, layout.world_size, build, layout, 2, {"stage": stage}, True)
+    records = run(train, layout.world_size, build, layout, 2, {"stage": stage}, put_off)
     assert_equals_one_process(records, reference(build))

@@ -7,7 +7,7 @@ tokens, of which some samples have none, so ranks and micro-batches have unequal
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from megalite.zero import Zero
 SAMPLES, SEQ, WIDTH = 16, 4, 8
 STEPS, LR, DECAY, MAX_NORM = 3, 0.05, 0.1, 0.5
 Build = Callable[[Mesh], nn.Module]
+Passes = Callable[[nn.Module, list[Callable[[], Tensor]]], None]
 
 
 class Batch(NamedTuple):
@@ -58,14 +59,35 @@ def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=LR)
 
 
+def one_by_one(model: nn.Module, losses: list[Callable[[], Tensor]]) -> None:
+    """Each micro-batch forward and backward: what `passes` is elsewhere is another order of the same work."""
+    for loss in losses:
+        loss().backward()
+
+
+def put_off(model: nn.Module, losses: list[Callable[[], Tensor]]) -> None:
+    """Weight gradients are put off until each micro-batch's end."""
+    for loss in losses:
+        store = WeightGradStore()
+        with store.open():
+            loss().backward()
+        assert len(store)
+        store.run()
+
+
 def train(
-    build: Build, layout: Layout, microbatches: int | Sequence[int], options: dict[str, Any], deferred: bool = False
+    build: Build,
+    layout: Layout | Mesh,
+    microbatches: int | Sequence[int],
+    options: dict[str, Any],
+    passes: Passes = one_by_one,
 ) -> Record:
-    """What one rank of the layout does; `deferred` puts weight gradients off until each micro-batch's end."""
+    """What one rank of the layout does. passes: takes the micro-batches of a step, each a function that gives its loss,
+    through forward and backward."""
     torch.manual_seed(0)
-    mesh = Mesh.build(layout)
+    mesh = layout if isinstance(layout, Mesh) else Mesh.build(layout)
     model = build(mesh)
-    zero = Zero(model, mesh, optimizer=adamw, seed=7, **options)
+    zero = Zero(model, mesh, **{"optimizer": adamw, "seed": 7} | options)
     boxes = {name: spec.box() for name, spec in param_specs(model).items()}
     record = Record([], [], {}, boxes)
     for step in range(STEPS):
@@ -73,18 +95,18 @@ def train(
         batch = global_batch(step)
         tokens = batch.mask.sum()
         mine = batch.part(mesh.data().rank, mesh.data().size)
+        parts = [mine.part(index, count) for index in range(count)]
         zero.begin(microbatches=count)
-        for index in range(count):
-            store = WeightGradStore()
-            with store.open() if deferred else nullcontext():
-                (mine.part(index, count).loss(model) / tokens).backward()
-            assert bool(len(store)) == deferred
-            store.run()
+        passes(model, [partial(_mean_loss, model, part, tokens) for part in parts])
         record.gradients.append({name: gradient.clone() for name, gradient in zero.raw_gradients().items()})
         record.norms.append(zero.step(max_norm=MAX_NORM).item())
     with zero.gathered():
         record.weights.update({name: p.detach().clone() for name, p in model.named_parameters()})
     return record
+
+
+def _mean_loss(model: nn.Module, part: Batch, tokens: Tensor) -> Tensor:
+    return part.loss(model) / tokens
 
 
 def reference(build: Build, parts: int = 1) -> Record:
