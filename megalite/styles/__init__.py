@@ -57,8 +57,8 @@ def parallelize(
     styles: pattern -> style, see the tables above. A pattern is compared with a module's whole path, * standing for
     anything, dots too. A module may have a style for its weights and one for its input; two of a kind are an error.
     attributes: pattern -> names of whole numbers of those modules that tp divides: heads of a rank, or a split size.
-    Weights, dtype, device, requires_grad and ties are kept; an optimizer is made afterwards. Over tp=1 no linear or
-    embedding is replaced, so every number keeps its bits. Dropout stays the user's own: under split_seq the ranks
+    Weights, dtype, device, requires_grad, ties and hooks are kept; an optimizer is made afterwards. Over tp=1 no linear
+    or embedding is replaced, so every number keeps its bits. Dropout stays the user's own: under split_seq the ranks
     should draw differently.
 
     Raises ValueError, before anything is changed, for a pattern that matches nothing, a style that is unknown or does
@@ -100,6 +100,8 @@ def _replace(site: Site, regions: Regions, tp: Axis, taken: dict[int, list[nn.Pa
         held[name] = taken[id(parameter)]
     new.hold(held, regions)
     new.train(site.module.training)
+    # Shared and not copied, so that the handles that somebody has still take their hooks away.
+    vars(new).update({name: value for name, value in vars(site.module).items() if "_hook" in name})
     for parent, leaf in site.owners:
         setattr(parent, leaf, new)
     site.module = new

@@ -239,5 +239,3 @@ def _require_plain(site: Site) -> None:
     module = site.module
     if module._buffers or module._modules or set(module._parameters) - {"weight", "bias"}:
         raise ValueError(f"{site}: it has buffers, parameters or modules of its own, which would be lost")
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-        raise ValueError(f"{site}: it has hooks, which would be lost: register them after parallelize")

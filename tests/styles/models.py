@@ -89,7 +89,7 @@ def _all_biases() -> nn.Module:
 
 def _recomputed() -> nn.Module:
     model: Any = llama()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     return model
 
 

@@ -263,11 +263,15 @@ def test_a_module_that_would_lose_something_is_refused(module, style, message):
         parallelize(nn.Sequential(module), {"0": style}, SimpleNamespace(tp=Axis("tp", 2, 0)))
 
 
-def test_a_linear_with_hooks_is_refused_since_they_would_be_lost():
-    model = nn.Sequential(nn.Linear(4, 4))
-    model[0].register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="it has hooks, which would be lost"):
-        parallelize(model, {"0": "column"}, SimpleNamespace(tp=Axis("tp", 2, 0)))
+def test_hooks_go_along_with_their_handles():
+    model, seen = nn.Sequential(nn.Linear(4, 4)), []
+    handle = model[0].register_forward_hook(lambda module, args, y: seen.append(y.shape))
+    parallelize(model, {"0": "column"}, SimpleNamespace(tp=Axis("tp", 2, 0)))
+    with torch.no_grad():
+        model(torch.zeros(3, 4))
+        handle.remove()
+        model(torch.zeros(3, 4))
+    assert seen == [(3, 2)]
 
 
 def norms(program: str) -> list[tuple[int, float]]:
