@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.zero.training import WIDTH, Batch, global_batch, one_by_one
+from tests.zero.training import WIDTH, global_batch, one_by_one
 
 Losses = list[Callable[[], Tensor]]
 
@@ -295,11 +294,3 @@ def after_an_error(model: nn.Module, losses: Losses) -> None:
         except ArithmeticError:
             model.raises = False
             one_by_one(model, [loss])
-
-
-def parts_of(batch: Batch, count: int) -> Iterator[Batch]:
-    return (batch.part(index, count) for index in range(count))
-
-
-def in_the_parents_hands(x: Tensor, layer: nn.Linear) -> Tensor:
-    return F.linear(x, layer.weight)
