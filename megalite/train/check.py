@@ -18,7 +18,7 @@ from megalite.train.strict import flatten
 POSITIVE = (
     *("seq_len", "global_batch_size", "micro_batch_size", "steps", "stop_after", "layout.dp", "log.every"),
     *("cluster.threads", "cluster.timeout_seconds", "cluster.peak_tflops", "link.bandwidth_gb_per_sec"),
-    *("optim.max_norm", "optim.eps", "loss.chunk_tokens", "eval.sequences"),
+    *("optim.max_norm", "optim.eps", "optim.newton_schulz_steps", "loss.chunk_tokens", "eval.sequences"),
 )
 NOT_NEGATIVE = (
     *("seed", "eval.every", "loss.z_loss", "data.validation_period", "data.prefetch", "log.ranks_every"),
@@ -97,6 +97,12 @@ def _check_ranges(config: Config) -> None:
     optim = config.optim
     if optim.lowest_lr > optim.lr:
         raise ValueError(f"optim.min_lr={optim.min_lr} is above optim.lr={optim.lr}; take at most {optim.lr}")
+    if not 0 <= optim.momentum < 1:
+        raise ValueError(f"optim.momentum={optim.momentum} must be in [0, 1)")
+    if not -1 <= optim.beta2_decay < 0:
+        raise ValueError(
+            f"optim.beta2_decay={optim.beta2_decay} must be in [-1, 0); -1 is the plain mean of all squares"
+        )
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         raise ValueError(f"optim.betas={optim.betas} must be two numbers, each in [0, 1)")
     optim.multipliers()
@@ -198,7 +204,7 @@ def _check_precision(config: Config) -> None:
             )
     if precision.stochastic_rounding and precision.moments is None:
         raise ValueError("precision.stochastic_rounding=true rounds nothing; take precision.moments=bf16 with it")
-    if precision.moments and not precision.stochastic_rounding and optim.name == "adamw" and optim.betas[1] > 0.99:
+    if precision.moments and not precision.stochastic_rounding and optim.name != "sgd" and optim.betas[1] > 0.99:
         raise ValueError(
             f"optim.betas[1]={optim.betas[1]} is above 0.99, and a second moment in bf16 (precision.moments) would "
             "never come down again; take at most 0.99, or precision.stochastic_rounding=true"

@@ -74,14 +74,18 @@ class OptimConfig:
     step: all the way (linear, cosine), or in the last decay_steps alone (wsd: warm-up, stable, decay).
     min_lr: null = a tenth of lr. decay_steps: null = a tenth of steps. decay_shape: of wsd's decay; sqrt is
     1 - sqrt(progress).
+    name: muon and adafactor update matrices (not embeddings, positions, head), and adamw the rest under the same lr;
+    Adafactor's is relative to the size of the weights.
     betas, eps: AdamW's; betas[0] is SGD's momentum.
+    momentum, newton_schulz_steps: Muon's. beta2_decay: Adafactor's: its means take step^beta2_decay of what is new.
+    not_matrices: patterns of names that muon and adafactor leave to adamw, as in "*router*".
     weight_decay: on matrices, not on norms and biases.
     max_norm: larger gradients are scaled down to this norm; null never does.
     lr_multipliers: ["pattern=factor", ...]: the learning rate of parameters whose name matches (first match counts),
     as in "*norm*=0.5".
     """
 
-    name: str = one_of("adamw", "sgd")
+    name: str = one_of("adamw", "sgd", "muon", "adafactor")
     lr: float = 3e-3
     min_lr: float | None = None
     warmup_steps: int = 20
@@ -90,6 +94,10 @@ class OptimConfig:
     decay_shape: str = one_of("sqrt", "linear", "cosine")
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
+    momentum: float = 0.95
+    newton_schulz_steps: int = 5
+    beta2_decay: float = -0.8
+    not_matrices: list[str] = field(default_factory=list)
     weight_decay: float = 0.1
     max_norm: float | None = 1.0
     lr_multipliers: list[str] = field(default_factory=list)

@@ -14,7 +14,7 @@ from megalite.models.config import MLPConfig
 from megalite.models.gpt import GPT, Block, LossOptions
 from megalite.models.mlp import MLP
 from megalite.train.config import Config, ZeroConfig
-from megalite.train.optim import optimizer
+from megalite.train.optim import matrices, optimizer
 from megalite.train.strict import ConfigError
 from megalite.zero import Moments, Zero
 
@@ -62,6 +62,7 @@ def build_zero(config: Config, model: nn.Module, *, mesh: Mesh, device: str) -> 
         offload=config.zero.offload,
         units=UNITS,
         optimizer=optimizer(config.optim),
+        matrices=matrices(config.optim),
         lr_multipliers=config.optim.multipliers(),
         gradients=_half(config.precision.gradients),
         moments=Moments(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megalite.train.config import OptimConfig
+from megalite.zero import Adafactor, Muon
 
 OptimizerFactory = Callable[[Sequence[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -16,6 +17,7 @@ OptimizerFactory = Callable[[Sequence[dict[str, Any]]], torch.optim.Optimizer]
 def optimizer(config: OptimConfig) -> OptimizerFactory:
     """A factory: groups [{"params": [...], "decay": bool}, ...] -> a torch optimizer over them.
 
+    With muon and adafactor it is AdamW, for what `matrices` leaves.
     Weight decay is decoupled from the gradient in AdamW (arXiv:1711.05101); it is 0 in groups whose decay is False.
     Each group's lr is the schedule's peak until the loop sets it. An empty group, and an empty parameter, are legal.
     """
@@ -34,6 +36,18 @@ def optimizer(config: OptimConfig) -> OptimizerFactory:
         return torch.optim.AdamW(decayed, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=_fusible(decayed))
 
     return make
+
+
+def matrices(config: OptimConfig) -> Muon | Adafactor | None:
+    """How matrices are updated where that is not elementwise."""
+    shared: dict[str, Any] = {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "exclude": tuple(config.not_matrices),
+    }
+    if config.name == "muon":
+        return Muon(momentum=config.momentum, steps=config.newton_schulz_steps, **shared)
+    return Adafactor(beta2_decay=config.beta2_decay, **shared) if config.name == "adafactor" else None
 
 
 def learning_rate(config: OptimConfig, step: int, *, steps: int) -> float:
