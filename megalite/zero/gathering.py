@@ -71,14 +71,15 @@ class Gathering:
     def _hook(self, unit: Unit, module: nn.Module) -> None:
         owner = weakref.ref(self)
         calls: list[_Call] = []
-        reads = _reads_weight_in_backward(module)
+        reads, hooked = _reads_weight_in_backward(module), weakref.ref(module)
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if (gathering := owner()) is not None:
+            # A deep copy of the module has this hook too, and weights of its own.
+            if (gathering := owner()) is not None and hooked() is module:
                 calls.append(gathering._enter_forward(unit, (args, kwargs), reads))
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if (gathering := owner()) is not None and calls:
+            if (gathering := owner()) is not None and calls and hooked() is module:
                 gathering._leave_forward(calls.pop(), output if reads else None)
 
         module.register_forward_pre_hook(before, with_kwargs=True)

@@ -2,11 +2,13 @@
 
 torch would read memory that is still being written, or crash the process on memory that is gone, without an error. So
 such a parameter changes its class for one that is told of every torch function it is handed to. Views that somebody
-else keeps cannot be guarded.
+else keeps cannot be guarded, nor can what hands a parameter to torch's C++ without asking it: torch.tensor(parameter),
+new_tensor, and torch.func's transforms of it.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +48,15 @@ class _Guarded(nn.Parameter):
                         one.__dict__[_UNIT].require_whole()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    # nn.Parameter's own look up the class of what they copy before they read it.
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.__dict__[_UNIT].require_whole()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.__dict__[_UNIT].require_whole()
+        return self.__reduce_ex__(protocol)
 
 
 def _guarded_class(kind: type) -> type:

@@ -21,7 +21,7 @@ from megalite.zero.unit import Slot
 class _Seen:
     """A parameter as it was when its gradients were first listened to.
 
-    owners: where modules have it, held weakly. version: torch's count of writes into it, None if these do no harm.
+    owners: where modules have it, held weakly. version: torch's count of writes, None if they reach the masters.
     """
 
     name: str
@@ -44,16 +44,16 @@ class Watch:
         self._seen: list[_Seen] = []
         for one in held:
             parameter, slot = one.parameter, by_name.get(one.name)
-            rounded = slot is not None and slot.unit.wide != slot.unit.weights.tensor.dtype
+            in_vain = slot is not None and _storage(slot.unit.masters) != _storage(slot.unit.weights.tensor)
             self._seen.append(
                 _Seen(
                     one.name,
                     [(weakref.ref(module), attribute) for module, attribute in one.owners],
                     id(parameter),
-                    parameter.untyped_storage()._cdata,
+                    _storage(parameter),
                     parameter.dtype,
                     slot is not None,
-                    parameter._version if rounded else None,
+                    parameter._version if in_vain else None,
                 )
             )
 
@@ -69,18 +69,17 @@ class Watch:
                     raise RuntimeError(f"parameter {seen.name} {fault}")
 
 
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
 def _fault(seen: _Seen, now: nn.Parameter | None) -> str:
     """What has become of a parameter that it must not; empty if nothing."""
     if not seen.trained:
         if now is None or not now.requires_grad:
             return ""
         return "was frozen when Zero was built and is trainable now: call requires_grad_() before Zero is built"
-    if (
-        now is None
-        or id(now) != seen.identity
-        or now.untyped_storage()._cdata != seen.storage
-        or now.dtype != seen.dtype
-    ):
+    if now is None or id(now) != seen.identity or _storage(now) != seen.storage or now.dtype != seen.dtype:
         return (
             "is no longer a view of the flat weights that Zero updates, so that it would not be trained: convert, move "
             "and replace parameters (.to(), .double(), load_state_dict(assign=True)) before Zero is built"
@@ -92,7 +91,7 @@ def _fault(seen: _Seen, now: nn.Parameter | None) -> str:
         )
     if seen.version is not None and now._version != seen.version:
         return (
-            f"was written in {now.dtype} after Zero was built, and the next update would undo that from its float32 "
-            "master: load weights before Zero is built"
+            f"was written in {now.dtype} after Zero was built, and that is undone from its master weights: load "
+            "weights before Zero is built"
         )
     return ""

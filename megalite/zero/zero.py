@@ -141,7 +141,7 @@ class Zero:
         """Opens a step of so many micro-batches; it may differ from step to step.
 
         Raises RuntimeError if a parameter is no longer the view that is trained, or was frozen or unfrozen, since
-        this object was built, or if half-precision weights were written, which their masters would undo.
+        this object was built, or if weights were written that are only copies of masters.
         """
         if microbatches < 1:
             raise ValueError(f"microbatches={microbatches} must be at least 1")
