@@ -1,107 +1,146 @@
-"""Bytes that one rank holds: weights, masters, gradients and moments exactly, activations by a published formula.
+"""Bytes that one rank holds from step to step and at the end of a backward, by stage of Zero and by recipe: exact.
 
-Stage 0 of Zero: every data rank holds all of its tensor rank's numbers. Masters are a copy in float32 where weights are
-of half precision, and otherwise the weights themselves; gradients and the optimizer's moments have the masters' dtype.
+With n parameters in a unit, k ranks that share it, n' = n padded to a multiple of k, and e, g, o bytes of a weight, a
+gradient and each of the optimizer's moments:
+
+| stage | weights  | masters, where e < 4 | gradients between steps | at the end of a backward | moments |
+|-------|----------|----------------------|-------------------------|--------------------------|---------|
+| 0     | n e      | 4 n                  | n g                     | n g                      | n o     |
+| 1     | n' e     | 4 n'/k               | n' g                    | n' g                     | n o/k   |
+| 2     | n' e     | 4 n'/k               | none                    | n' g/k                   | n o/k   |
+| 3     | n' e/k   | 4 n'/k               | none                    | n' g/k                   | n o/k   |
+
+(arXiv:1910.02054, section 5.) Padding has no moments, so the last of the k ranks may have a few less. What lies on top
+within a step, activations among it, is in `megalite.cost.peak`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megalite.cost.weights import Cut, numel_of, padded_vocabulary, weights_of
+from megalite.cost.weights import Cut, units_of
 from megalite.models.config import GPTConfig, MLPConfig
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What one micro-batch of one rank keeps for backward, as far as it is chosen.
+class Recipe:
+    """Bytes of a weight, of a gradient that is added up, and of each moment of the optimizer."""
 
-    batch x seq_len tokens; value_bytes of an activation. recompute: none, selective (of `ops`) or full, in a share of
-    the layers. chunk_tokens: logits of so many tokens live at once; None = all.
-    """
+    weights: int
+    gradients: int
+    moments: int
 
-    batch: int
-    seq_len: int
-    value_bytes: int
-    recompute: str = "none"
-    ops: Sequence[str] = ()
-    recomputed_layers: int = 0
-    chunk_tokens: int | None = None
+    @property
+    def masters(self) -> int:
+        """Of the fp32 copy behind half-precision weights; others are their own masters."""
+        return 4 if self.weights < 4 else 0
+
+    @property
+    def wide(self) -> int:
+        """Of what is updated."""
+        return self.masters or self.weights
+
+    def per_parameter(self, *, moments: int = 2) -> int:
+        """All of it; moments: how many the optimizer keeps (AdamW 2)."""
+        return self.weights + self.masters + self.gradients + moments * self.moments
+
+
+RECIPES = {
+    "bf16": Recipe(2, 4, 4),
+    "bf16-16-bytes": Recipe(2, 2, 4),
+    "bf16-12-bytes": Recipe(2, 2, 2),
+    "fp32": Recipe(4, 4, 4),
+    "fp64": Recipe(8, 8, 8),
+}
+"""Those of configs/precision/, by their names: 18, 16, 12, 16 and 32 bytes a parameter with AdamW."""
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes of one rank. The first four are exact, but for some bytes of the optimizer's step counters.
+class Sharing:
+    """How data ranks share what they hold, and which of them this is.
 
-    activations: an estimate, of what all layers keep for one micro-batch. logits: of the output layer.
+    stage 0 to 3; over: so many neighbouring ranks share; None = all data_ranks. rank: of these. The rest as in
+    `megalite.train.config.ZeroConfig`; reshard as `megalite.zero.Zero` names it.
+    """
+
+    stage: int = 0
+    data_ranks: int = 1
+    over: int | None = None
+    rank: int = 0
+    prefetch: int = 1
+    reshard: str = "forward"
+    offload: bool = False
+
+    @property
+    def shards(self) -> int:
+        return 1 if self.stage == 0 else self.over or self.data_ranks
+
+    @property
+    def replicas(self) -> int:
+        return self.data_ranks // self.shards
+
+    @property
+    def spreads_weights(self) -> bool:
+        return self.stage == 3 and self.shards > 1
+
+    def padded(self, numel: int) -> int:
+        """A unit's entries with those that make the shards equal."""
+        return -(-numel // self.shards) * self.shards
+
+    def share(self, numel: int) -> int:
+        """What one rank has of it, padding included."""
+        return self.padded(numel) // self.shards
+
+    def trained_share(self, numel: int) -> int:
+        """What this rank has of it, without padding."""
+        share = self.share(numel)
+        return min(max(numel - self.rank * share, 0), share)
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of one rank, exact but for the optimizer's step counters of a few bytes.
+
+    gradients: at the end of a step's last backward, when the sums are there; gradients_between: from step to step.
+    masters, moments: on the device; host: those of `zero.offload`, in the CPU's memory.
     """
 
     weights: int
     masters: int
     gradients: int
+    gradients_between: int
     moments: int
-    activations: float
-    logits: float
+    host: int = 0
 
     @property
     def held(self) -> int:
-        """What is there all the time."""
+        """On the device, at the end of the last backward."""
         return self.weights + self.masters + self.gradients + self.moments
 
     @property
-    def total(self) -> float:
-        return self.held + self.activations + self.logits
+    def between(self) -> int:
+        """On the device, from step to step."""
+        return self.held - self.gradients + self.gradients_between
 
 
-def memory(model: GPTConfig | MLPConfig, cut: Cut, micro: Pass, *, moments: int) -> Memory:
+def state(model: GPTConfig | MLPConfig, cut: Cut, sharing: Sharing, recipe: Recipe, *, moments: int) -> State:
     """moments: numbers that the optimizer keeps for each weight (AdamW 2, SGD with momentum 1)."""
-    numel = numel_of(weights_of(model, cut))
-    wide = max(micro.value_bytes, 4)
-    masters = numel * wide if micro.value_bytes < 4 else 0
-    if isinstance(model, MLPConfig):
-        # What a layer was given, and its product for the nonlinearity: whole on one side, cut on the other.
-        kept = 2 * model.num_hidden_layers * micro.batch * model.hidden_size * micro.value_bytes
-        activations, logits = kept * (1 + 1 / cut.tp) / 2, 0.0
-    else:
-        activations, logits = gpt_activations(model, cut, micro), _logits(model, cut, micro)
-    return Memory(numel * micro.value_bytes, masters, numel * wide, moments * numel * wide, activations, logits)
-
-
-def gpt_activations(model: GPTConfig, cut: Cut, micro: Pass) -> float:
-    """An estimate of what all blocks keep: Korthikanti et al., arXiv:2205.05198, sections 4.1 and 4.2, table 2.
-
-    With s, b, h, a, t for sequence, batch, hidden size, heads, tensor ranks, a block keeps in half precision
-
-        s b h (10 + 24/t + 5 a s / (h t))       tensor parallel; with sequence parallelism the 10 is divided too
-        s b h 2                                 where it is computed again
-
-    of which 8/t are each of the MLP's two inner tensors, 4 the norms' outputs and 5as/ht the scores of attention, which
-    fused attention (sdpa) does not keep. The paper's block has an MLP of 4h, as many key as query heads, and dropout;
-    the estimate is that block's, in proportion to value_bytes / 2.
-    """
-    tp, across = cut.tp, cut.tp if cut.sequence_parallel else 1
-    message = micro.seq_len * micro.batch * model.hidden_size * micro.value_bytes / 2
-    scores = 5 * model.num_attention_heads * micro.seq_len / (model.hidden_size * tp)
-    scores = scores if model.attn_implementation == "eager" else 0.0
-    whole = 10 / across + 24 / tp + scores
-    saved = {"attention": scores, "norm": 4 / across, "activation": 8 / tp, "mlp": 16 / tp}
-    if micro.recompute == "full":
-        again = 2 / across
-    else:
-        again = whole - sum(saved[op] for op in micro.ops) if micro.recompute == "selective" else whole
-    layers = model.num_hidden_layers
-    kept = (layers - micro.recomputed_layers) * whole + micro.recomputed_layers * again
-    if micro.recompute == "full" and micro.recomputed_layers:
-        kept += whole - again  # the block that is being computed again
-    return kept * message
-
-
-def _logits(model: GPTConfig, cut: Cut, micro: Pass) -> float:
-    """This rank's columns of them; in backward they become their own gradient."""
-    tokens = micro.batch * micro.seq_len
-    if micro.chunk_tokens is not None:
-        tokens = min(tokens, micro.chunk_tokens)
-    return tokens * padded_vocabulary(model, cut.tp) / cut.tp * micro.value_bytes
+    sizes = units_of(model, cut)
+    padded = sum(sharing.padded(unit.numel) * unit.count for unit in sizes)
+    share = sum(sharing.share(unit.numel) * unit.count for unit in sizes)
+    trained = sum(sharing.trained_share(unit.numel) * unit.count for unit in sizes)
+    masters, kept = share * recipe.masters, trained * moments * recipe.moments
+    host = 0
+    if sharing.offload:  # masters of their own even in fp32, which the CPU then updates
+        host, masters, kept = share * recipe.wide + kept, 0, 0
+    by_shard = sharing.stage >= 2
+    return State(
+        weights=(share if sharing.spreads_weights else padded) * recipe.weights,
+        masters=masters,
+        gradients=(share if by_shard else padded) * recipe.gradients,
+        gradients_between=0 if by_shard else padded * recipe.gradients,
+        moments=kept,
+        host=host,
+    )

@@ -39,6 +39,29 @@ def weights_of(model: GPTConfig | MLPConfig, cut: Cut) -> tuple[Weight, ...]:
     return tuple(weight for weight in _of_gpt(model, cut) if weight.numel)
 
 
+def units_of(model: GPTConfig | MLPConfig, cut: Cut) -> tuple[Weight, ...]:
+    """What Zero keeps in one buffer each, in forward's order: name, entries and how many such units follow each other.
+
+    A GPT's are the embedding, learned positions, the blocks, and the last norm with the head; a tied weight is a unit
+    alone, used at both ends. summand is left at 1.
+    """
+    weights = weights_of(model, cut)
+    if isinstance(model, MLPConfig):
+        return weights
+    around = {weight.name: weight for weight in weights}
+    ends = {"embedding": ("embedding",), "positions": ("positions",), "head": ("last norm", "head")}
+    outside = {name for names in ends.values() for name in names}
+    block = sum(weight.numel for weight in weights if weight.name not in outside)
+    sizes = {end: sum(around[name].numel for name in names if name in around) for end, names in ends.items()}
+    units = (
+        Weight("embedding", sizes["embedding"]),
+        Weight("positions", sizes["positions"]),
+        Weight("block", block, count=model.num_hidden_layers),
+        Weight("norm and head", sizes["head"]),
+    )
+    return tuple(unit for unit in units if unit.numel)
+
+
 def numel_of(weights: tuple[Weight, ...]) -> int:
     return sum(weight.numel * weight.count for weight in weights)
 

@@ -5,11 +5,16 @@ The arithmetic is megalite.cost's; here stands which of the configuration's valu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from megalite.cost.activations import Pass, kept_activations
 from megalite.cost.communication import Step, by_axis, traffic
 from megalite.cost.flops import flops_per_token
-from megalite.cost.memory import Memory, Pass, memory
+from megalite.cost.memory import Recipe, Sharing, State, state
+from megalite.cost.peak import Moment, Training, peak
+from megalite.cost.published import layer_activations
 from megalite.cost.weights import Cut
 from megalite.models.config import MLPConfig
 from megalite.train.config import Config
@@ -18,13 +23,66 @@ from megalite.train.spans import Span, spans_of
 VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
 
-def expected_memory(config: Config) -> Memory:
-    """Of one rank, in the span of steps whose micro-batch is largest. config: as `check` gives it.
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank: held from step to step; kept by a forward for its backward; at the highest moment of a step.
 
-    Weights, masters, gradients and moments are exact; activations an estimate, see `megalite.cost.memory`.
+    published: what the paper's formula (arXiv:2205.05198) gives for all layers' activations.
     """
-    needs = [_memory(config, span) for span in spans_of(config)]
+
+    state: State
+    kept: int
+    peak: Moment
+    published: float
+
+    @property
+    def total(self) -> int:
+        """On the device."""
+        return self.peak.total
+
+
+def expected_memory(config: Config, *, on_cpu: bool = True, shard_rank: int = 0) -> Memory:
+    """Of one rank, in the span of steps that needs most. config: as `check` gives it.
+
+    shard_rank: which of the ranks that share it is; the first has most. What is exact and what an estimate is said in
+    `megalite.cost.memory`, `activations` and `peak`.
+    """
+    needs = [_memory(config, span, on_cpu=on_cpu, shard_rank=shard_rank) for span in spans_of(config)]
     return max(needs, key=lambda need: need.total)
+
+
+def training_of(config: Config, span: Span, *, on_cpu: bool = True, shard_rank: int = 0) -> Training:
+    """All that the memory of a step depends on."""
+    assert config.layout.dp is not None, "check() fills it in"
+    optim, cut, recipe = config.optim, cut_of(config), recipe_of(config)
+    sharing = sharing_of(config, rank=shard_rank)
+    moments = 2 if optim.name == "adamw" else int(optim.betas[0] > 0)
+    microbatches = span.global_batch_size // (config.layout.dp * micro_batch(config, span))
+    held = state(config.model, cut, sharing, recipe, moments=moments)
+    return Training(config.model, cut, pass_of(config, span, on_cpu=on_cpu), sharing, recipe, microbatches, held)
+
+
+def recipe_of(config: Config) -> Recipe:
+    precision = config.precision
+    weights = VALUE_BYTES[precision.compute]
+    wide = max(weights, 4)
+    gradients, moments = (VALUE_BYTES[name] if name else wide for name in (precision.gradients, precision.moments))
+    return Recipe(weights, gradients, moments)
+
+
+def sharing_of(config: Config, *, rank: int = 0) -> Sharing:
+    zero = config.zero
+    assert config.layout.dp is not None, "check() fills it in"
+    reshard = "step" if zero.reshard == "step" else "forward" if zero.reshard_after_forward else "backward"
+    return Sharing(
+        stage=zero.stage,
+        data_ranks=config.layout.dp * config.layout.cp,
+        over=zero.shard_over,
+        rank=rank,
+        prefetch=zero.prefetch,
+        reshard=reshard,
+        offload=zero.offload,
+    )
 
 
 def sent_bytes(config: Config, span: Span) -> dict[str, float]:
@@ -43,7 +101,7 @@ def sent_bytes(config: Config, span: Span) -> dict[str, float]:
         recomputed_mlps=mlps,
     )
     data_ranks = layout.dp * layout.cp
-    rows = traffic(config.model, _cut(config), step, data_ranks=data_ranks, world=data_ranks * layout.tp * layout.pp)
+    rows = traffic(config.model, cut_of(config), step, data_ranks=data_ranks, world=data_ranks * layout.tp * layout.pp)
     return by_axis(rows)
 
 
@@ -95,23 +153,48 @@ def _container(cgroup: Path) -> int | None:
     return max(int(limit) - int(used) + int(reclaimable), 1)
 
 
-def _memory(config: Config, span: Span) -> Memory:
-    optim = config.optim
-    ops = tuple(config.recompute_ops) or (("attention",) if config.recompute == "selective" else ())
-    micro = Pass(
+def _memory(config: Config, span: Span, *, on_cpu: bool, shard_rank: int) -> Memory:
+    training = training_of(config, span, on_cpu=on_cpu, shard_rank=shard_rank)
+    kept = kept_activations(training.model, training.cut, training.micro)
+    return Memory(training.held, kept, peak(training), published_activations(training))
+
+
+def published_activations(training: Training) -> float:
+    """Of all layers, by the formulas of arXiv:2205.05198; 0 for the deep MLP, which they are not about."""
+    model, cut, micro = training.model, training.cut, training.micro
+    if isinstance(model, MLPConfig):
+        return 0.0
+    how: dict[str, Any] = {
+        "batch": micro.batch,
+        "seq": micro.seq_len,
+        "hidden": model.hidden_size,
+        "heads": model.num_attention_heads,
+        "tp": cut.tp,
+        "sequence_parallel": cut.sequence_parallel,
+        "value_bytes": micro.value_bytes,
+        "fused_attention": model.attn_implementation == "sdpa",
+    }
+    again = {"recompute": micro.recompute, "ops": tuple(micro.ops) or ("attention",)}
+    layers = range(model.num_hidden_layers)
+    return sum(layer_activations(**how, **(again if layer % micro.every == 0 else {})) for layer in layers)
+
+
+def pass_of(config: Config, span: Span, *, on_cpu: bool = True) -> Pass:
+    """One micro-batch of a span of steps."""
+    return Pass(
         batch=micro_batch(config, span),
         seq_len=span.seq_len,
         value_bytes=VALUE_BYTES[config.precision.compute],
         recompute=config.recompute,
-        ops=ops,
-        recomputed_layers=_recomputed_layers(config),
+        ops=tuple(config.recompute_ops),
+        every=config.recompute_every,
         chunk_tokens=config.loss.chunk_tokens,
+        separate_documents=config.data.documents == "separate",
+        on_cpu=on_cpu,
     )
-    moments = 2 if optim.name == "adamw" else int(optim.betas[0] > 0)
-    return memory(config.model, _cut(config), micro, moments=moments)
 
 
-def _cut(config: Config) -> Cut:
+def cut_of(config: Config) -> Cut:
     return Cut(config.layout.tp, bool(config.layout.sequence_parallel))
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megalite.cost.flops import peak_tflops
-from megalite.cost.memory import Memory
 from megalite.data import Baselines
 from megalite.mesh import Layout
 from megalite.models.config import GPTConfig
 from megalite.train.config import Config, LinkConfig
-from megalite.train.expect import expected_memory, micro_batch, operations_per_token, sent_bytes
+from megalite.train.expect import Memory, expected_memory, micro_batch, operations_per_token, sent_bytes
 from megalite.train.spans import Span, spans_of
 
 SHOWN = 4
@@ -50,10 +49,11 @@ def header_lines(
     baselines: Baselines | None,
     peak: Peak,
     available: int | None,
+    device: str = "cpu",
 ) -> list[str]:
     """The header of a run. available: bytes that one rank can have, None if that is not known."""
     span = spans_of(config)[0]
-    need = expected_memory(config)
+    need = expected_memory(config, on_cpu=device == "cpu")
     parts = {
         "model": describe_model(config),
         "layout": "\n".join(describe_layout(config, layout)),
@@ -140,21 +140,43 @@ def describe_baselines(baselines: Baselines | None) -> str:
 
 
 def describe_memory(need: Memory, available: int | None) -> str:
-    exact = {name: getattr(need, name) for name in ("weights", "masters", "gradients", "moments")}
+    """What is expected at the highest moment of a step: by kind what is exact, then the rest."""
+    state, peak = need.state, need.peak
+    exact = {name: getattr(state, name) for name in ("weights", "masters", "gradients", "moments")}
     held = ", ".join(f"{name} {size_text(size)}" for name, size in exact.items() if size)
     of = "" if available is None else f" of {size_text(available)}"
+    paper = f" (by arXiv:2205.05198 {size_text(need.published)})" if need.published else ""
+    host = f"; in the CPU's memory {size_text(state.host)}" if state.host else ""
     return (
-        f"{size_text(need.total)}{of} a rank expected: {held}; "
-        f"activations about {size_text(need.activations)} (arXiv:2205.05198), logits {size_text(need.logits)}"
+        f"{size_text(need.total)}{of} a rank expected, at the step's highest moment ({peak.name}): {held}; "
+        f"activations kept {size_text(need.kept)}{paper}{host}"
     )
+
+
+def describe_measured(need: Memory, found: Mapping[str, int]) -> list[str]:
+    """What one rank was seen to hold, beside what was expected. found: as `megalite.train.memory_measure` gives it."""
+    expected = {name: getattr(need.state, name) for name in ("weights", "masters", "gradients", "moments", "host")}
+    exact = [f"{name} {_beside(found[name], size)}" for name, size in expected.items() if size or found.get(name)]
+    lines = [f"{'memory':<8} measured on rank 0: {', '.join(exact)}"]
+    activations = [f"activations kept {_beside(found['kept'], need.kept)}"] if "kept" in found else []
+    if "peak" in found:
+        activations.append(f"highest moment of a step {_beside(found['peak'], need.total)}")
+    return lines + [f"{'':<8} {', '.join(activations)}"] * bool(activations)
+
+
+def _beside(measured: int, expected: int) -> str:
+    if measured == expected:
+        return f"{size_text(measured)} (as expected)"
+    off = f"{measured / expected - 1:+.1%}" if expected else "none"
+    return f"{size_text(measured)} (expected {size_text(expected)}: {off})"
 
 
 def memory_warning(need: Memory, available: int | None) -> str:
     """One line if more is expected than there is, with what would help; else empty."""
     if available is None or need.total <= available:
         return ""
-    if need.held > available:
-        way_out = "take a smaller model or a larger layout.tp"
+    if need.state.between > available:
+        way_out = "take zero.stage=3 over more data ranks, a larger layout.tp or a smaller model"
     else:
         way_out = "take a smaller micro_batch_size or seq_len, recompute=full, or loss.chunk_tokens"
     return (

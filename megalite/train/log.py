@@ -113,6 +113,7 @@ class Log:
             baselines=self.baselines,
             peak=self.peak,
             available=available_bytes(self.world.device, local_ranks=self.world.local_size),
+            device=self.world.device,
         ):
             self.display.line(line)
 

@@ -1,22 +1,28 @@
-"""What a rank is expected to hold is what a model that was built holds, to the byte."""
+"""What a rank is expected to hold is what a model that was built holds, to the byte, at every stage and recipe."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from megalite.cost.memory import Memory, Pass, gpt_activations
-from megalite.cost.weights import Cut
+from megalite.cost.memory import RECIPES, Sharing, State
+from megalite.cost.peak import most_gradients, most_weights
 from megalite.mesh import Mesh
 from megalite.models.config import GPTConfig, MLPConfig
-from megalite.models.microbatch import Microbatch
-from megalite.spec import init_parameters
 from megalite.train.check import check
-from megalite.train.config import Config, LayoutConfig, OptimConfig, PrecisionConfig
-from megalite.train.expect import available_bytes, expected_memory
+from megalite.train.config import Config, LayoutConfig, OptimConfig, PrecisionConfig, ZeroConfig
+from megalite.train.expect import available_bytes, expected_memory, recipe_of, training_of
+from megalite.train.memory_measure import live_bytes
 from megalite.train.model import build_model, build_zero
+from megalite.train.spans import spans_of
+from megalite.zero import Zero
+from tests.cost.test_activations import a_microbatch
 from tests.ranks import run
 
 TINY = GPTConfig(vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=3)
@@ -39,123 +45,186 @@ MODELS = {
 }
 
 
+RECIPE_KEYS = {
+    "bf16": PrecisionConfig("bf16"),
+    "bf16-16-bytes": PrecisionConfig("bf16", gradients="bf16"),
+    "bf16-12-bytes": PrecisionConfig("bf16", gradients="bf16", moments="bf16"),
+    "fp32": PrecisionConfig("fp32"),
+    "fp64": PrecisionConfig("fp64"),
+}
+
+
 def config_of(model: str, ranks: int = 1, **changes) -> Config:
-    return check(replace(Config(), model=MODELS[model], seq_len=8, global_batch_size=4, **changes), ranks)
+    base = {"seq_len": 8, "global_batch_size": 4, "optim": OptimConfig(betas=[0.9, 0.95]), "verify": False}
+    return check(replace(Config(), model=MODELS[model], **(base | changes)), ranks)
 
 
-def live_bytes(config: Config) -> dict[str, int]:
-    """By kind, of what one rank holds after a step; the optimizer's step counters, of one number each, left out."""
+def build(config: Config) -> tuple[Any, Zero]:
     mesh = Mesh.build(config.layout.fit(config.layout.dp * config.layout.tp))
-    zero = build_zero(config, build_model(config, mesh=mesh), mesh=mesh, device="cpu")
-    zero.begin(microbatches=1)
-    zero.step()  # of zeros: the optimizer makes its moments here
-    moments = [
-        value
-        for state in zero.optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor) and value.ndim
-    ]
-    held = {
-        kind: sum(tensor.nbytes for unit in zero.units for tensor in unit.live()[kind])
-        for kind in ("weights", "masters", "gradients")
-    }
-    return held | {"moments": sum(moment.nbytes for moment in moments)}
+    model = build_model(config, mesh=mesh)
+    return model, build_zero(config, model, mesh=mesh, device="cpu")
 
 
-def exact(need: Memory) -> dict[str, int]:
-    return {name: getattr(need, name) for name in ("weights", "masters", "gradients", "moments")}
+def one_step(config: Config, model: Any, zero: Zero) -> None:
+    each = config.micro_batch_size or config.global_batch_size // config.layout.dp
+    number = config.global_batch_size // config.layout.dp // each
+    zero.begin(microbatches=number)
+    for _ in range(number):
+        model(None, a_microbatch(config)).backward()
+    zero.reduce()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+def measured(config: Config) -> tuple[int, dict[str, int]]:
+    """This rank's place among those that share, and bytes: gradients at the end of backward; the rest after a step."""
+    model, zero = build(config)
+    one_step(config, model, zero)
+    found = live_bytes(zero)["gradients"]
+    zero.step()
+    after = live_bytes(zero, offload=config.zero.offload)
+    return zero.units[0].shards.rank, {**after, "gradients": found, "gradients_between": after["gradients"]}
+
+
+def exact(state: State) -> dict[str, int]:
+    names = ("weights", "masters", "gradients", "gradients_between", "moments", "host")
+    return {name: getattr(state, name) for name in names}
+
+
+def expected(config: Config, shard_rank: int = 0) -> dict[str, int]:
+    return exact(expected_memory(config, shard_rank=shard_rank).state)
+
+
+@pytest.mark.parametrize("recipe", RECIPE_KEYS)
 @pytest.mark.parametrize("model", MODELS)
-def test_one_rank_holds_what_is_expected(model, precision):
-    config = config_of(model, precision=PrecisionConfig(precision))
-    assert live_bytes(config) == exact(expected_memory(config))
+def test_one_rank_holds_what_is_expected(model, recipe):
+    config = config_of(model, precision=RECIPE_KEYS[recipe])
+    assert measured(config) == (0, expected(config))
+
+
+def all_measured(configs: list[Config]) -> list[tuple[int, dict[str, int]]]:
+    return [measured(config) for config in configs]
+
+
+def hold_what_is_expected(configs: list[Config], ranks: int) -> None:
+    for of_rank in run(all_measured, ranks, configs, checked=False):
+        for config, (shard_rank, found) in zip(configs, of_rank, strict=True):
+            assert found == expected(config, shard_rank), (config.zero, config.precision, config.layout)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize(("ranks", "tp"), [(2, 2), (4, 4), (4, 2)])
-def test_every_rank_of_a_layout_holds_what_is_expected(ranks, tp, sequence_parallel):
+@pytest.mark.parametrize(("ranks", "tp"), [(2, 2), (4, 4)])
+def test_every_tensor_rank_holds_what_is_expected(ranks, tp, sequence_parallel):
     """Vocabulary 11 is padded to 12; tp = 4 shares key heads."""
-    for model in ("gpt2", "one key head", "olmo2", *(["mlp"] if not sequence_parallel else [])):
-        layout = LayoutConfig(tp=tp, sequence_parallel=sequence_parallel)
-        config = config_of(model, ranks, layout=layout, precision=PrecisionConfig("bf16"))
-        assert run(live_bytes, ranks, config) == [exact(expected_memory(config))] * ranks
+    names = ("gpt2", "one key head", "olmo2", *(["mlp"] if not sequence_parallel else []))
+    layout = LayoutConfig(tp=tp, sequence_parallel=sequence_parallel)
+    bf16 = PrecisionConfig("bf16")
+    hold_what_is_expected([config_of(name, ranks, layout=layout, precision=bf16) for name in names], ranks)
+
+
+@pytest.mark.parametrize(("ranks", "tp", "over"), [(2, 1, None), (3, 1, None), (4, 2, None), (4, 1, 2), (2, 1, 1)])
+def test_every_stage_and_recipe_holds_what_is_expected_of_each_rank(ranks, tp, over):
+    """Three ranks divide no unit, so shards are padded, and the last rank has fewer moments. Two ways to share a tie."""
+    recipes = RECIPE_KEYS if ranks == 2 else {name: RECIPE_KEYS[name] for name in ("bf16", "fp32")}
+    configs = [
+        config_of(
+            model,
+            ranks,
+            layout=LayoutConfig(tp=tp),
+            zero=ZeroConfig(stage=stage, shard_over=over if stage else None),
+            precision=precision,
+            global_batch_size=12 // tp,
+        )
+        for stage in range(4)
+        for precision in recipes.values()
+        for model in ("gpt2", "llama")
+    ]
+    hold_what_is_expected(configs, ranks)
+
+
+def test_what_is_offloaded_lies_in_the_cpu_s_memory_alone():
+    configs = [
+        config_of("llama", 2, zero=ZeroConfig(stage=stage, offload=True), precision=precision)
+        for stage in (0, 3)
+        for precision in (RECIPE_KEYS["bf16"], RECIPE_KEYS["fp32"])
+    ]
+    hold_what_is_expected(configs, 2)
+    assert expected(configs[0])["moments"] == 0 < expected(configs[0])["host"]
 
 
 @pytest.mark.parametrize(("momentum", "moments"), [(0.9, 1), (0.0, 0)])
 def test_sgd_keeps_its_momentum_alone(momentum, moments):
     config = config_of("llama", optim=OptimConfig(name="sgd", betas=[momentum, 0.9]))
-    assert live_bytes(config) == exact(expected_memory(config))
-    assert expected_memory(config).moments == moments * expected_memory(config).weights
+    assert measured(config) == (0, expected(config))
+    assert expected(config)["moments"] == moments * expected(config)["weights"]
 
 
-def test_activations_are_the_paper_s_figures():
-    """Table 2 of arXiv:2205.05198 for its 22B model: s=2048, a=64, h=6144, b=4, 48 layers, t=8; 34 + 5as/h bytes."""
-    gpt = GPTConfig(hidden_size=6144, num_attention_heads=64, num_hidden_layers=1, attn_implementation="eager")
-    micro, sbh = Pass(batch=4, seq_len=2048, value_bytes=2), 2048 * 4 * 6144
-    scores = 5 * 64 * 2048 / 6144
-    alone, tensor, sequence = Cut(), Cut(8), Cut(8, sequence_parallel=True)
-    selective, full = (
-        replace(micro, recompute=mode, ops=ops, recomputed_layers=1)
-        for mode, ops in (("selective", ("attention",)), ("full", ()))
-    )
-    assert gpt_activations(gpt, alone, micro) == pytest.approx(sbh * (34 + scores))
-    assert gpt_activations(gpt, tensor, micro) == pytest.approx(sbh * (10 + 24 / 8 + scores / 8))
-    assert gpt_activations(gpt, sequence, micro) == pytest.approx(sbh / 8 * (34 + scores))
-    assert gpt_activations(gpt, sequence, selective) == pytest.approx(sbh * 34 / 8)
-    assert gpt_activations(replace(gpt, attn_implementation="sdpa"), sequence, micro) == pytest.approx(sbh * 34 / 8)
-    many = replace(gpt, num_hidden_layers=48)
-    one_block = sbh * (34 + scores)
-    assert gpt_activations(many, alone, replace(full, recomputed_layers=48)) == pytest.approx(
-        48 * 2 * sbh + one_block - 2 * sbh
-    )
+@pytest.mark.parametrize(
+    ("name", "per_parameter"), [("bf16", 18), ("bf16-16-bytes", 16), ("bf16-12-bytes", 12), ("fp32", 16)]
+)
+def test_a_recipe_takes_the_bytes_a_parameter_in_its_name(name, per_parameter):
+    """On live tensors of one rank, and the recipe that a run takes from its file is the one that is named."""
+    written = yaml.safe_load((Path(__file__).parents[2] / "configs/precision" / f"{name}.yaml").read_text()) or {}
+    config = config_of("llama", precision=PrecisionConfig(**written))
+    assert recipe_of(config) == RECIPES[name] and RECIPES[name].per_parameter() == per_parameter
+    _, found = measured(config)
+    held = sum(found[kind] for kind in ("weights", "masters", "gradients", "moments"))
+    assert held == per_parameter * config.model.parameter_count()
 
 
-def saved_bytes(config: Config) -> int:
-    """What autograd keeps of one micro-batch, parameters left out."""
-    model = build_model(config, mesh=Mesh.build())
-    init_parameters(model, 0)
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    saved: dict[int, torch.Tensor] = {}  # by storage: what several keep counts once
+def most_within_a_step(config: Config) -> tuple[int, dict[str, int]]:
+    """The most weights, and the most gradients, that are live at any gradient's arrival and any block's forward."""
+    model, zero = build(config)
+    most: dict[str, int] = defaultdict(int)
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
+    def look(*_: Any) -> None:
+        for kind, size in live_bytes(zero).items():
+            most[kind] = max(most[kind], size)
 
-    tokens = torch.zeros(config.global_batch_size, config.seq_len, dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        batch = Microbatch(tokens, tokens, torch.arange(config.seq_len), torch.arange(config.global_batch_size), 1)
-        loss = model(None, batch)
-    del loss
-    return sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in parameters)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_the_estimate_is_near_what_autograd_keeps_of_the_paper_s_block(precision):
-    """Within a quarter: the paper's block has dropout masks, which are not stored here, and no copies for layouts."""
-    block = GPTConfig(
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        norm_type="layernorm",
-        is_gated_act=False,
-        hidden_act="gelu",
-        position_embedding_type="absolute",
-        resid_pdrop=0.1,
-    )
-    config = check(
-        replace(Config(), model=block, seq_len=128, global_batch_size=2, precision=PrecisionConfig(precision)), 1
-    )
-    need = expected_memory(config)
-    assert saved_bytes(config) == pytest.approx(need.activations + need.logits, rel=0.25)
+    for _ in range(2):  # the second knows what comes next
+        hooks = [parameter.register_hook(look) for parameter in model.parameters()]
+        hooks += [block.register_forward_hook(look) for block in model.modules()]
+        one_step(config, model, zero)
+        for hook in hooks:
+            hook.remove()
+        zero.step()
+    return zero.units[0].shards.rank, dict(most)
 
 
-def test_the_estimate_follows_the_longest_of_a_ramp_s_micro_batches():
+def all_most(configs: list[Config]) -> list[tuple[int, dict[str, int]]]:
+    return [most_within_a_step(config) for config in configs]
+
+
+def test_within_a_step_no_more_is_held_than_the_bound_says():
+    """And the bound is no idle one: without ties half a unit less would not do."""
+    zeros = [ZeroConfig(stage=stage) for stage in range(4)]
+    zeros += [ZeroConfig(stage=3, prefetch=prefetch) for prefetch in (0, 2)]
+    zeros += [ZeroConfig(stage=3, reshard_after_forward=False), ZeroConfig(stage=3, reshard="step")]
+    configs = [
+        config_of(model, 2, zero=zero, precision=PrecisionConfig("bf16"), micro_batch_size=1)
+        for zero in zeros
+        for model in ("llama", "gpt2")
+    ]
+    for of_rank in run(all_most, 2, configs, checked=False):
+        for config, (shard_rank, most) in zip(configs, of_rank, strict=True):
+            training = training_of(config, spans_of(config)[0], shard_rank=shard_rank)
+            bounds = {"weights": most_weights(training), "gradients": most_gradients(training)}
+            for kind, bound in bounds.items():
+                assert most[kind] <= bound, (kind, config.zero)
+                if not config.model.tie_word_embeddings:
+                    assert most[kind] >= 0.9 * bound, (kind, config.zero)
+
+
+def test_padding_is_shared_and_has_no_moments():
+    sharing = Sharing(stage=1, data_ranks=4)
+    assert [replace(sharing, rank=rank).trained_share(9) for rank in range(4)] == [3, 3, 3, 0]
+    assert sharing.padded(9) == 12 and sharing.share(9) == 3
+    assert Sharing(stage=0, data_ranks=4).padded(9) == 9
+
+
+def test_the_expectation_follows_the_longest_of_a_ramp_s_micro_batches():
     short = config_of("llama")
     ramp = config_of("llama", seq_len_ramp=[[5, 16]])
-    assert expected_memory(ramp).activations == 2 * expected_memory(short).activations
-    assert exact(expected_memory(ramp)) == exact(expected_memory(short))
+    assert expected_memory(ramp).kept > 1.9 * expected_memory(short).kept
+    assert expected(ramp) == expected(short)
 
 
 def test_what_a_rank_can_have_is_its_share_of_what_the_machine_has_left(tmp_path):

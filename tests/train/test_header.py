@@ -83,15 +83,15 @@ def test_a_ramp_says_when_the_tokens_of_a_step_change():
 def test_memory_and_bytes_are_said_before_they_are_taken():
     lines = lines_of(replace(Config(), layout=LayoutConfig(tp=2)), 4, available=2**30)
     memory, sends = (next(line for line in lines if line.startswith(name)) for name in ("memory", "sends"))
-    assert "of 1 GiB a rank expected: weights 962 KiB, gradients 962 KiB, moments 1.88 MiB" in memory
-    assert "arXiv:2205.05198" in memory
+    assert "of 1 GiB a rank expected, at the step's highest moment (output layer): weights 962 KiB" in memory
+    assert "gradients 962 KiB, moments 1.88 MiB; activations kept 12 MiB (by arXiv:2205.05198 8.5 MiB)" in memory
     assert sends.split()[1:3] == ["tp", "6.26"] and "dp 963 KiB, world 36 B a step and rank" in sends
     assert not any(line.startswith("warning") for line in lines)
 
 
 @pytest.mark.parametrize(
     ("model", "available", "way_out"),
-    [(GPTConfig(), 40 * 2**20, "micro_batch_size"), (GPTConfig(hidden_size=4096), 2**20, "layout.tp")],
+    [(GPTConfig(), 40 * 2**20, "micro_batch_size"), (GPTConfig(hidden_size=4096), 2**20, "zero.stage=3")],
     ids=["activations", "weights"],
 )
 def test_more_than_there_is_is_one_warning_with_what_would_help(model, available, way_out):

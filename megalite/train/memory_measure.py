@@ -1,0 +1,208 @@
+"""What a rank really holds, by kind, beside what `megalite.train.expect` says: measured in the first two steps.
+
+    with measured_memory(log, model, zero): ...the steps...
+
+| what                         | when it is looked at                                   | how                                    |
+|------------------------------|--------------------------------------------------------|----------------------------------------|
+| activations kept             | at the end of the first forward                        | storages made in it that are alive     |
+| gradients                    | as the first update begins                             | Zero's own tensors                     |
+| weights, masters, moments    | between the first step and the second                  | Zero's and the optimizer's own tensors |
+| the highest moment of a step | in the second step, which has all of the moments       | the CPU: allocations that torch's      |
+|                              |                                                        | profiler sees; a GPU: its allocator    |
+
+Nothing is measured after that, and no bit of a run changes. Equal to the byte but for the last, which is an estimate.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megalite.train.expect import Memory, expected_memory
+from megalite.train.header import describe_measured
+from megalite.train.memory_timeline import held_storages, read_tree
+from megalite.zero import Zero
+
+if TYPE_CHECKING:
+    from megalite.train.log import Log
+
+KINDS = ("weights", "masters", "gradients", "moments")
+
+
+class Survivors(TorchDispatchMode):
+    """Within the block every new storage is noted; `nbytes()` is the sum of those that are still alive.
+
+    Around a forward, and asked for at its end while the loss lives, that is what backward needs: what autograd saved,
+    and what layers keep beside it. Inputs and parameters were there before. It changes no bit of what is computed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        before = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(result):
+            if storage._cdata not in before:
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    def nbytes(self) -> int:
+        return sum(size for reference, size in self._made.values() if not reference.expired())
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    if isinstance(values, Tensor):
+        return [values.untyped_storage()]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    return [storage for value in values for storage in _storages(value)]
+
+
+def live_bytes(zero: Zero, *, offload: bool = False) -> dict[str, int]:
+    """What Zero holds on its device at this moment, by kind, and `host`: what `offload` holds in the CPU's memory.
+
+    Counters of the optimizer, of one number each, are left out.
+    """
+    kinds: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
+    for unit in zero.units:
+        for kind, tensors in unit.live().items():
+            kinds[kind] += tensors
+    states = zero.optimizer.state.values()
+    kinds["moments"] += [v for state in states for v in state.values() if isinstance(v, Tensor) and v.ndim]
+    found = dict.fromkeys((*KINDS, "host"), 0)
+    for kind, tensors in kinds.items():
+        for tensor in tensors:
+            is_offloaded = offload and kind in ("masters", "moments")
+            found["host" if is_offloaded else kind] += tensor.nbytes
+    return found
+
+
+class MemoryCheck:
+    """Looks at one rank's memory as its first steps go by, and calls `done` with what it found, once.
+
+    found: bytes by KINDS and host, `kept`, and `peak` if it was asked for. Between `__enter__` and the end of the
+    second step the model and the optimizer carry hooks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        zero: Zero,
+        *,
+        peak: bool,
+        done: Callable[[dict[str, int]], None],
+        offload: bool = False,
+    ) -> None:
+        self.model, self.zero, self.peak, self.done, self.offload = model, zero, peak, done, offload
+        self.found: dict[str, int] = {}
+        self.survivors: Survivors | None = None
+        self.recording: PeakRecording | None = None
+        self.updates = 0  # steps that were made so far
+        self.hooks = ExitStack()
+
+    def __enter__(self) -> MemoryCheck:
+        removable = (
+            self.model.register_forward_pre_hook(self._begins),
+            self.model.register_forward_hook(self._ends),
+            self.zero.optimizer.register_step_pre_hook(self._updates),
+        )
+        for hook in removable:
+            self.hooks.callback(hook.remove)
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self.updates and kind is None:
+            self._between_steps()
+            self._finish()
+        self.hooks.close()
+        if self.recording is not None:
+            self.recording.stop()
+
+    def _begins(self, model: nn.Module, args: Any) -> None:
+        if not model.training or not torch.is_grad_enabled():
+            return
+        if self.updates:
+            self._between_steps()
+        elif "kept" not in self.found:
+            self.survivors = Survivors()
+            self.survivors.__enter__()
+
+    def _ends(self, model: nn.Module, args: Any, loss: Tensor) -> None:
+        if self.survivors is not None:
+            self.survivors.__exit__(None, None, None)
+            self.found["kept"] = self.survivors.nbytes() - loss.nbytes
+            self.survivors = None
+
+    def _updates(self, *_: Any) -> None:
+        if "gradients" not in self.found:
+            self.found["gradients"] = live_bytes(self.zero)["gradients"]
+        self.updates = 1 if "weights" not in self.found else 2
+
+    def _between_steps(self) -> None:
+        if "weights" not in self.found:
+            live = live_bytes(self.zero, offload=self.offload)
+            self.found |= {kind: live[kind] for kind in live if kind != "gradients"}
+            if not self.peak:
+                self._finish()
+            elif self.zero.device.type == "cpu":
+                self.recording = PeakRecording(self.model, self.zero)
+        elif self.updates == 2:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self.found.get("peak") is None and self.peak and self.updates == 2:
+            if self.recording is not None:
+                self.found["peak"] = self.recording.stop()
+                self.recording = None
+            else:
+                self.found["peak"] = torch.cuda.max_memory_allocated(self.zero.device)
+        self.hooks.close()
+        done, self.done = self.done, lambda found: None
+        done(self.found)
+
+
+class PeakRecording:
+    """From construction to `stop`: the most that was allocated on the CPU, on top of what Zero held at the beginning."""
+
+    def __init__(self, model: nn.Module, zero: Zero) -> None:
+        self.before = sum(held.nbytes for held in held_storages(zero, model).values())
+        self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self.profiler.start()
+
+    def stop(self) -> int:
+        self.profiler.stop()
+        results: Any = self.profiler.profiler.kineto_results  # type: ignore[union-attr]
+        changes, _ = read_tree(results.experimental_event_tree(), device=torch.device("cpu"), names=set())
+        levels = itertools.accumulate((change.nbytes for change in changes), initial=0)
+        return self.before + max(levels)
+
+
+@contextmanager
+def measured_memory(log: Log, model: nn.Module, zero: Zero) -> Iterator[None]:
+    """Rank 0 measures its memory in the first two steps, and says it with what was expected."""
+    if not log.speaks:
+        yield
+        return
+    on_cpu = log.world.device == "cpu"
+    expected: Memory = expected_memory(log.config, on_cpu=on_cpu)
+    records = log.config.profile.steps  # torch's profiler is one at a time
+    peak = not on_cpu or not (records and records[0] <= 3)
+
+    def say(found: dict[str, int]) -> None:
+        for line in describe_measured(expected, found):
+            log.display.line(line)
+
+    with MemoryCheck(model, zero, peak=peak, done=say, offload=log.config.zero.offload):
+        yield
