@@ -209,9 +209,9 @@ class SharedQKV(ParallelModule):
             for name, first, sizes, held in parts:
                 part_of = PartOf(whole, (*shape.fused, *tail), (0, first, 0, *(0 for _ in tail)))
                 size = (shape.kv_heads, sum(sizes), shape.head_dim, *tail)
-                fused = {1: sizes} if len(sizes) > 1 else {}
-                held |= {"decay": whole == "weight", "matrices": fused if whole == "weight" else None}
-                spec = ParamSpec(size, start, part_of=part_of, **held)
+                is_weight, fused = whole == "weight", {1: sizes} if len(sizes) > 1 else {}
+                matrices = fused if is_weight else None
+                spec = ParamSpec(size, start, decay=is_weight, part_of=part_of, matrices=matrices, **held)
                 if whole == "weight" or bias:
                     self.declare(f"{name}_{whole}", spec, device=device, dtype=dtype)
                 else:
