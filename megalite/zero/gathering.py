@@ -4,8 +4,9 @@
    units are started: those that came after it the last time.
 2. Before the next unit is entered in forward, the one before is released: so a unit of several modules stays whole from
    the first to the last of them, and the last unit from its forward into its backward.
-3. A unit is released in backward when all of its parameters, or all of its module's inputs, have their gradients, else
-   at the end of the pass; before the next one is entered, so that 1 + prefetch units are whole at once.
+3. A unit is released in backward when all of its parameters, or the inputs of all of its modules that were entered one
+   after the other, have their gradients, else at the end of the pass; before the next one is entered, so that
+   1 + prefetch units are whole at once.
 
 A module that computes its forward again in backward (checkpointing around it) enters like any other. What a module
 leaves elsewhere than in its output is not seen: if its backward reads weights, it must depend on the module's inputs.
@@ -61,6 +62,7 @@ class Gathering:
         self._forward, self._backward = _Path(prefetch), _Path(prefetch)
         self._entered: dict[Unit, int] = dict.fromkeys(self.units, 0)  # forwards that are going on within each unit
         self._open: dict[Unit, set[_Call]] = {unit: set() for unit in self.units}  # calls in their backward
+        self._visit: tuple[Unit | None, int, set[_Call]] = (None, NO_PASS, set())  # see `_Call.visit`
         self._arrived: Counter[tuple[Unit, int]] = Counter()  # parameters with a gradient, of a unit and a pass
         for stage in stages:
             stage.register_forward_pre_hook(_beginning(weakref.ref(self)))
@@ -88,7 +90,9 @@ class Gathering:
     def _enter_forward(self, unit: Unit, inputs: Any, reads: bool) -> _Call:
         self._enter(unit, in_backward=_pass() != NO_PASS, returns=reads)
         self._entered[unit] += 1
-        call = _Call(unit)
+        if self._visit[:2] != (unit, _pass()):
+            self._visit = (unit, _pass(), set())
+        call = _Call(unit, self._visit[2])
         if torch.is_grad_enabled() and reads:
             needed = [x for x in _tensors(inputs) if x.requires_grad]
             call.before = _nodes(needed)
@@ -103,6 +107,7 @@ class Gathering:
         if torch.is_grad_enabled():
             for node in _nodes(_tensors(output)) - before:
                 node.register_prehook(self._entering(call))
+                call.visit.add(call)
 
     def _entering(self, call: _Call) -> Callable[[Any], None]:
         owner = weakref.ref(self)
@@ -184,7 +189,8 @@ class Gathering:
         unit = call.unit
         if call in self._open[unit]:
             self._open[unit].discard(call)
-            if not self._open[unit]:
+            call.visit.discard(call)
+            if not self._open[unit] and not call.visit:
                 self._release(unit)
 
     def _release(self, unit: Unit) -> None:
@@ -202,6 +208,7 @@ class Gathering:
         self._arrived[key] += 1
         if self._arrived[key] == len(unit.slots):
             for call in [call for call in self._open[unit] if call.begun_in == key[1]]:
+                call.visit.clear()
                 self._leave_backward(call)
 
     def end_pass(self) -> None:
@@ -280,12 +287,15 @@ def _beginning(owner: weakref.ref[Gathering]) -> Callable[..., None]:
 
 
 class _Call:
-    """One forward of a module. before: what made its inputs, while it goes on; begun_in: the pass of its backward."""
+    """One forward of a module. before: what made its inputs, while it goes on; begun_in: the pass of its backward.
 
-    __slots__ = ("before", "begun_in", "unit")
+    visit: it and its neighbours, of the same unit with no other unit between, whose backward is not over.
+    """
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit, self.begun_in = unit, NO_PASS
+    __slots__ = ("before", "begun_in", "unit", "visit")
+
+    def __init__(self, unit: Unit, visit: set[_Call]) -> None:
+        self.unit, self.visit, self.begun_in = unit, visit, NO_PASS
         self.before: set[Any] = set()
 
 
