@@ -52,6 +52,8 @@ class VocabParallelEmbedding(ParallelModule):
     Raises ValueError for an id outside [0, num_embeddings), see `require_in_range`, and where tp does not divide seq.
     """
 
+    reads_weight_in_backward = False  # so that ZeRO does not gather it there; only shape and dtype are looked at
+
     def __init__(
         self,
         num_embeddings: int,
@@ -154,6 +156,8 @@ class LearnedPositions(ParallelModule):
     (batch, seq/tp, hidden) and (seq/tp,), and each rank has the gradient of its own positions only. Raises ValueError
     if a position lies beyond the table, or positions and x differ in length.
     """
+
+    reads_weight_in_backward = False
 
     def __init__(
         self,

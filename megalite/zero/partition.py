@@ -98,17 +98,20 @@ def partition(stages: Sequence[nn.Module], held: Sequence[Held], kinds: Kinds) -
         for key in (key for key in group.keys if key not in placed):
             placed.add(key)
             if len(homes[key]) > 1:
-                parts.append(Part(by_id[key].name, [by_id[key]], _users(homes[key])))
+                parts.append(Part(by_id[key].name, [by_id[key]], _users(homes[key], {key})))
             else:
                 mine.append(by_id[key])
         if mine:
-            parts.append(Part(group.name, mine, group.modules))
+            parts.append(Part(group.name, mine, _users([group], {id(one.parameter) for one in mine})))
     return parts
 
 
-def _users(groups: Sequence[_Group]) -> tuple[nn.Module, ...]:
-    """The modules that use a tied weight; () where one of them is a stage's root, which may use it at any time."""
-    return tuple(module for group in groups for module in group.modules) if all(g.modules for g in groups) else ()
+def _users(groups: Sequence[_Group], keys: set[int]) -> tuple[nn.Module, ...]:
+    """The modules that use these parameters; () where one of them is a stage's root, which may use them at any time."""
+    if not all(group.modules for group in groups):
+        return ()
+    modules = (module for group in groups for module in group.modules)
+    return tuple(module for module in modules if any(id(parameter) in keys for parameter in module.parameters()))
 
 
 def _groups(stage: nn.Module, kinds: Kinds) -> list[_Group]:

@@ -54,6 +54,15 @@ def test_a_tied_weight_is_a_unit_alone_where_forward_first_meets_it():
     assert names["embedding.weight"] == ["embedding.weight"] and names["norm + head"] == ["norm.weight", "norm.bias"]
 
 
+def test_a_unit_has_the_modules_that_hold_its_parameters_and_no_other():
+    """Norm and head are one unit; once the head's weight is tied away, the norm is alone, and not a user of it."""
+    for tied in (False, True):
+        model = Model(tied=tied)
+        found = {part.name: part.modules for part in partition([model], held_parameters([model]), (Block,))}
+        assert found["norm + head"] == ((model.norm,) if tied else (model.norm, model.head))
+        assert not tied or found["embedding.weight"] == (model.embedding, model.head)
+
+
 def test_a_unit_within_a_unit_belongs_to_the_outer_one():
     assert parts(Model(tied=True), units=(Block, nn.Sequential)) == parts(Model(tied=True), units=(Block,))
 
