@@ -12,6 +12,7 @@ the steps, on the rank that had most: the profiler sees every allocation, also t
 from __future__ import annotations
 
 import argparse
+import bisect
 import os
 import statistics
 import subprocess
@@ -28,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._profiler import _EventType
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
@@ -38,6 +38,7 @@ from benchmarks.work import Work, add_work, work_of
 from megalite.mesh import Layout, Mesh
 from megalite.models.gpt import GPT, Block
 from megalite.spec import init_parameters, param_specs
+from megalite.train.memory_timeline import Change, Range, read_tree
 from megalite.zero import Zero
 from tests.ranks import run
 
@@ -146,18 +147,49 @@ def live(work: Work, name: str, steps: int) -> int:
 
 def peak_live_bytes(fn: Callable[[], None]) -> int:
     """The most that torch's CPU allocator has handed out at once while `fn` runs, of what it hands out from then on."""
+    changes, _ = _recorded(fn, names=set())
+    return max((held for _, held in live_bytes(changes)), default=0)
+
+
+def peaks_within(fn: Callable[[], None], name: str) -> list[int]:
+    """The same for each range of this name (`record_function`), in order."""
+    changes, ranges = _recorded(fn, names={name})
+    levels = live_bytes(changes)
+    return [max(held for time, held in levels if one.start_ns <= time <= one.end_ns) for one in ranges]
+
+
+def _recorded(fn: Callable[[], None], *, names: set[str]) -> tuple[list[Change], list[Range]]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiled:
         fn()
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
-    events = list(profiled.profiler.kineto_results.experimental_event_tree())
-    peak = 0
-    while events:
-        event = events.pop()
-        events += event.children
-        if event.tag == _EventType.Allocation:
-            peak = max(peak, event.extra_fields.total_allocated)
-    return peak
+    tree = profiled.profiler.kineto_results.experimental_event_tree()
+    return read_tree(tree, device=torch.device("cpu"), names=names)
+
+
+def live_bytes(changes: Sequence[Change]) -> list[tuple[int, int]]:
+    """(time, bytes that are held from then on) at each change.
+
+    Of memory whose last owner was a thread of Gloo the profiler does not see the end. It has ended where other memory
+    is handed out in its place; until then it counts.
+    """
+    levels, total = [], 0
+    starts: list[int] = []  # of what is held, ascending
+    sizes: dict[int, int] = {}
+    for change in changes:
+        first = bisect.bisect_left(starts, change.place)
+        if first and starts[first - 1] + sizes[starts[first - 1]] > change.place:
+            first -= 1
+        last = first
+        while last < len(starts) and starts[last] < change.place + abs(change.nbytes):
+            total -= sizes.pop(starts[last])
+            last += 1
+        starts[first:last] = [change.place] if change.nbytes > 0 else []
+        if change.nbytes > 0:
+            sizes[change.place] = change.nbytes
+            total += change.nbytes
+        levels.append((change.time_ns, total))
+    return levels
 
 
 def resident(work: Work, name: str, steps: int) -> int:

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import gpu, harness, linear, peers, train
+from benchmarks import gpu, harness, linear, overlap, peers, train, zero
 from benchmarks.harness import Side
 from benchmarks.work import Work
 from megalite.comm import start_all_gather, start_all_reduce, start_reduce_scatter
 from megalite.mesh import Layout, Mesh
 from megalite.models.config import GPTConfig
 from megalite.models.gpt import GPT
+from megalite.train.memory_timeline import Change
 from tests.counting import count
 from tests.ranks import run
 
@@ -175,6 +176,27 @@ def test_peak_live_bytes_is_the_highest_sum_and_not_the_total() -> None:
     assert train.peak_live_bytes(allocate) == 4 * 1200
 
 
+def test_a_peak_within_a_range_is_its_own_and_sees_memory_that_a_storage_takes_back() -> None:
+    """1000 floats are held all along; 500 more within the first range, and 2000 within the second, by resize_."""
+
+    def allocate() -> None:
+        kept, flat = torch.empty(1000), torch.empty(2000)
+        flat.untyped_storage().resize_(0)
+        with torch.profiler.record_function("mine"):
+            torch.empty(500)
+        with torch.profiler.record_function("mine"):
+            flat.untyped_storage().resize_(8000)
+            flat.untyped_storage().resize_(0)
+        del kept
+
+    assert train.peaks_within(allocate, "mine") == [4 * 1500, 4 * 3000]
+
+
+def test_memory_whose_end_nobody_saw_has_ended_where_other_memory_is_in_its_place() -> None:
+    changes = [Change(1, 100, 50), Change(2, 200, 10), Change(3, 120, 60), Change(4, 200, -10), Change(5, 500, -7)]
+    assert train.live_bytes(changes) == [(1, 50), (2, 60), (3, 70), (4, 60), (5, 60)]
+
+
 def test_the_buckets_of_ddp_count_as_memory() -> None:
     """They are allocated in C++ and are as large as all gradients; the weights, sent to all, pass through a copy."""
     gradients = 4 * sum(parameter.numel() for parameter in GPT(small_work().config).parameters())
@@ -186,6 +208,40 @@ def _bytes_of_ddp(work: Work) -> int:
     model = GPT(work.config, mesh=Mesh.build(Layout(dp=2)))
     wrapped: list[torch.nn.Module] = []
     return train.peak_live_bytes(lambda: wrapped.append(torch.nn.parallel.DistributedDataParallel(model)))
+
+
+# ---- zero
+
+
+@pytest.mark.parametrize("stage", zero.STAGES)
+def test_each_stage_and_its_peer_train_the_same_weights_and_ours_sends_what_the_formula_says(stage: int) -> None:
+    """As above, 1e-3 of a weight. Beside the formula there is the norm's all-reduce, a few numbers. What a peer is
+    asked to send is never less; at stage 1 torch sends every weight from its owner to all, half as much again."""
+    work = small_work()
+    found = run(zero.speed, 2, work, stage, 1, checked=False)[0]
+    assert found.difference < 1e-3
+    formula = zero.formula_bytes(work, stage, ranks=2)
+    assert formula <= found.sent[zero.OURS] <= formula + 64
+    assert found.sent[zero.PEER] >= (1.4 if stage == 1 else 1) * formula
+
+
+def test_the_peak_of_a_step_holds_what_the_stage_says_and_no_more_than_its_activations() -> None:
+    """Of P float32 bytes: weights, gradients and two moments, 4 P whole at stage 0; at stage 3 on 2 ranks the masters
+    are the shards, and at least weights and moments of half of everything are there: 1.5 P."""
+    work = small_work()
+    weights = 4 * sum(parameter.numel() for parameter in GPT(work.config, device="meta").parameters())
+    whole, spread = (max(run(zero.live, 2, work, stage, zero.OURS, checked=False)) for stage in (0, 3))
+    assert whole >= 4 * weights
+    assert 1.5 * weights <= spread < whole - weights
+
+
+# ---- overlap
+
+
+def test_the_table_of_overlap_holds_both_ways_against_what_arithmetic_says() -> None:
+    job = overlap.Job(2, layers=2, forward_seconds=0.01, backward_seconds=0.02, gather_seconds=0.01)
+    text = overlap.report([job], steps=1, drawn=True)
+    assert text.splitlines()[2].startswith("stage 2") and "reductions" in text and "F0" in text
 
 
 # ---- gpu
