@@ -160,7 +160,7 @@ def live(work: Work, stage: int, side: str) -> int:
 
     def train() -> None:
         training = SIDES[side](work, stage)
-        for _ in range(3):
+        for _ in range(5):
             with record_function("the step"):
                 training.step()
 
