@@ -138,7 +138,9 @@ def block_temporaries(model: GPTConfig, cut: Cut, micro: Pass, layer: int) -> in
     computed = full - kept + (message if micro.recomputes("mlp", layer) and micro.recomputes("norm", layer) else 0)
     down = computed + inner + ffn * model.hidden_size * e + moves
     act = computed + parts * inner
-    up = parts * inner - kept + whole + parts * ffn * model.hidden_size * e + 2 * moves
+    # Gate's and up's gradients are joined, and under sequence parallelism brought into the sequence's order once more.
+    reordered = parts * inner if moves and model.is_gated_act else 0
+    up = parts * inner + reordered - kept + whole + parts * ffn * model.hidden_size * e + 2 * moves
     # What the MLP kept is gone when attention's turn comes; its own gradients lie on top of what it kept.
     heads = model.num_attention_heads // cut.tp
     kv_heads = model.kv_heads * sharing_ranks(model, cut.tp) // cut.tp
@@ -176,8 +178,9 @@ def _moment(
         here = begun * padded[at] + (padded[at + 1] if moving else 0)
         summed = sum(share) if training.microbatches > 1 else sum(share[at + 2 :])
         gradients = (here + summed) * recipe.gradients
-    if sharing.stage >= 1 and sharing.shards > 1 and moving:  # Gloo's parts, or NCCL's share
-        received = padded[at + 1] if training.micro.on_cpu else share[at + 1]
+    if sharing.stage >= 1 and sharing.shards > 1 and moving:
+        # With Gloo the parts of all ranks and their sum; with NCCL the sum alone.
+        received = share[at + 1] + (padded[at + 1] if training.micro.on_cpu else 0)
         temporaries += received * recipe.gradients
     return Moment(name, weights, gradients, activations, temporaries, held.masters + held.moments)
 

@@ -174,9 +174,9 @@ def published_activations(training: Training) -> float:
         "value_bytes": micro.value_bytes,
         "fused_attention": model.attn_implementation == "sdpa",
     }
-    again = {"recompute": micro.recompute, "ops": tuple(micro.ops) or ("attention",)}
-    layers = range(model.num_hidden_layers)
-    return sum(layer_activations(**how, **(again if layer % micro.every == 0 else {})) for layer in layers)
+    again = layer_activations(**how, recompute=micro.recompute, ops=tuple(micro.ops) or ("attention",))
+    times = 0 if micro.recompute == "none" else -(-model.num_hidden_layers // micro.every)
+    return times * again + (model.num_hidden_layers - times) * layer_activations(**how)
 
 
 def pass_of(config: Config, span: Span, *, on_cpu: bool = True) -> Pass:

@@ -2,13 +2,13 @@
 
     with measured_memory(log, model, zero): ...the steps...
 
-| what                         | when it is looked at                                   | how                                    |
-|------------------------------|--------------------------------------------------------|----------------------------------------|
-| activations kept             | at the end of the first forward                        | storages made in it that are alive     |
-| gradients                    | as the first update begins                             | Zero's own tensors                     |
-| weights, masters, moments    | between the first step and the second                  | Zero's and the optimizer's own tensors |
-| the highest moment of a step | in the second step, which has all of the moments       | the CPU: allocations that torch's      |
-|                              |                                                        | profiler sees; a GPU: its allocator    |
+| what                      | when                                | how                                    |
+|---------------------------|-------------------------------------|----------------------------------------|
+| activations kept          | at the end of the first forward     | storages made in it that are alive     |
+| gradients                 | as the first update begins          | Zero's own tensors                     |
+| weights, masters, moments | between the first step and the next | Zero's and the optimizer's own tensors |
+| the highest moment        | in the second step, which has all   | CPU: allocations that torch's profiler |
+|                           | moments                             | sees; GPU: its allocator's own count   |
 
 Nothing is measured after that, and no bit of a run changes. Equal to the byte but for the last, which is an estimate.
 """
@@ -149,6 +149,8 @@ class MemoryCheck:
         if "gradients" not in self.found:
             self.found["gradients"] = live_bytes(self.zero)["gradients"]
         self.updates = 1 if "weights" not in self.found else 2
+        if self.updates == 2 and self.recording is not None and _replaces_moments(self.zero):
+            self.found["peak"], self.recording = self.recording.stop(), None
 
     def _between_steps(self) -> None:
         if "weights" not in self.found:
@@ -164,8 +166,7 @@ class MemoryCheck:
     def _finish(self) -> None:
         if self.found.get("peak") is None and self.peak and self.updates == 2:
             if self.recording is not None:
-                self.found["peak"] = self.recording.stop()
-                self.recording = None
+                self.found["peak"], self.recording = self.recording.stop(), None
             else:
                 self.found["peak"] = torch.cuda.max_memory_allocated(self.zero.device)
         self.hooks.close()
@@ -173,8 +174,14 @@ class MemoryCheck:
         done(self.found)
 
 
+def _replaces_moments(zero: Zero) -> bool:
+    """Whether an update puts new moments in the place of old ones, whose end the CPU's allocator does not report."""
+    states = zero.optimizer.state.items()
+    return any(v.dtype != p.dtype for p, state in states for v in state.values() if isinstance(v, Tensor) and v.ndim)
+
+
 class PeakRecording:
-    """From construction to `stop`: the most that was allocated on the CPU, on top of what Zero held at the beginning."""
+    """From construction to `stop`: the most that the CPU has allocated, on top of what Zero held when it began."""
 
     def __init__(self, model: nn.Module, zero: Zero) -> None:
         self.before = sum(held.nbytes for held in held_storages(zero, model).values())
@@ -190,15 +197,20 @@ class PeakRecording:
 
 
 @contextmanager
-def measured_memory(log: Log, model: nn.Module, zero: Zero) -> Iterator[None]:
-    """Rank 0 measures its memory in the first two steps, and says it with what was expected."""
+def measured_memory(log: Log, model: nn.Module, zero: Zero, *, peak: bool | None = None) -> Iterator[None]:
+    """Rank 0 measures its memory in the first two steps, and says it with what was expected.
+
+    peak: also the highest moment; None = on a GPU, where the allocator counts. On the CPU torch's profiler records the
+    second step for it, unless profile.steps has it record that step already.
+    """
     if not log.speaks:
         yield
         return
-    on_cpu = log.world.device == "cpu"
+    on_cpu, records = log.world.device == "cpu", log.config.profile.steps
     expected: Memory = expected_memory(log.config, on_cpu=on_cpu)
-    records = log.config.profile.steps  # torch's profiler is one at a time
-    peak = not on_cpu or not (records and records[0] <= 3)
+    peak = not on_cpu if peak is None else peak
+    if on_cpu and records and records[0] <= 3:
+        peak = False
 
     def say(found: dict[str, int]) -> None:
         for line in describe_measured(expected, found):

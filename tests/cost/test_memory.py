@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from megalite.cost.memory import RECIPES, Sharing, State
@@ -122,7 +121,7 @@ def test_every_tensor_rank_holds_what_is_expected(ranks, tp, sequence_parallel):
 
 @pytest.mark.parametrize(("ranks", "tp", "over"), [(2, 1, None), (3, 1, None), (4, 2, None), (4, 1, 2), (2, 1, 1)])
 def test_every_stage_and_recipe_holds_what_is_expected_of_each_rank(ranks, tp, over):
-    """Three ranks divide no unit, so shards are padded, and the last rank has fewer moments. Two ways to share a tie."""
+    """Three ranks divide no unit, so shards are padded and the last rank has fewer moments."""
     recipes = RECIPE_KEYS if ranks == 2 else {name: RECIPE_KEYS[name] for name in ("bf16", "fp32")}
     configs = [
         config_of(
