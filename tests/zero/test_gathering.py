@@ -1,4 +1,4 @@
-"""A gather is a meeting of data ranks: those that use different modules at stage 3 all end in an error, never in numbers.
+"""A gather is a meeting of data ranks: where they use different modules at stage 3, each ends in an error.
 
 On Gloo, units of different sizes that meet after the first step end the process: it aborts on the size of a message.
 """
