@@ -92,6 +92,19 @@ IN_DOCUMENTS = {"qwen2", "windows"}  # their tokens see their own document only
 PLAIN, MEAN = Recompute("none"), LossOptions()
 
 
+class Sharded(NamedTuple):
+    """ZeRO's stage, and over how many data ranks each unit is cut; None: all of them."""
+
+    stage: int
+    over: int | None = None
+
+    def __str__(self) -> str:
+        return f"zero{self.stage}" + (f" over {self.over}" if self.over else "")
+
+
+UNSHARDED = Sharded(0)
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of the table. deferred: a WeightGradStore puts weight gradients off until each backward has ended."""
@@ -104,6 +117,7 @@ class Row:
     chunk_tokens: int | None = None
     deferred: bool = False
     loss: LossOptions = MEAN
+    zero: Sharded = UNSHARDED
 
     def __str__(self) -> str:
         cut = " ".join(f"{axis}{size}" for axis, size in self.layout.sizes.items() if size > 1 and axis != "edp")
@@ -115,6 +129,7 @@ class Row:
             "deferred" * self.deferred,
             "dp innermost" * (self.layout.order[0] == "dp"),
             "smoothed" * bool(self.loss.z_loss),
+            str(self.zero),
         ]
         return " ".join([self.model, cut, *filter(None, more)])
 
@@ -184,7 +199,8 @@ def train(row: Row) -> Record:
     """Three steps on one rank of the row's layout."""
     mesh = Mesh.build(row.layout)
     model = build(row, mesh)
-    zero = Zero(model, mesh, units=(Block,), optimizer=adamw, seed=SEED)
+    sharded = {"stage": row.zero.stage, "shard_over": row.zero.over}
+    zero = Zero(model, mesh, units=(Block,), optimizer=adamw, seed=SEED, **sharded)
     logical = {name: (spec.valid_box(), *spec.logical(name)) for name, spec in param_specs(model).items()}
     places = {name: Place(valid, whole, box) for name, (valid, whole, _, box) in logical.items()}
     record = Record([], [], [], {}, places)
@@ -206,7 +222,8 @@ def train(row: Row) -> Record:
         record.losses.append(start_all_reduce(total, mesh.data()).wait().item())
         record.gradients.append({name: gradient.clone() for name, gradient in zero.raw_gradients().items()})
         record.norms.append(zero.step(max_norm=MAX_NORM).item())
-    record.weights.update({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+    with zero.gathered():
+        record.weights.update({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
     return record
 
 
@@ -271,21 +288,29 @@ FACTORS = OrderedDict(
     chunk_tokens=[None, 5],
     deferred=[False, True],
     loss=[MEAN, LossOptions(z_loss=1e-2, label_smoothing=0.1)],
+    zero=[UNSHARDED, Sharded(1), Sharded(2), Sharded(3), Sharded(3, over=2)],
 )
 
 
-def possible(values: Sequence[Any]) -> bool:
-    """Sequence parallelism cuts over tp."""
-    row = dict(zip(FACTORS, values, strict=False))
-    return not (row.get("sequence_parallel") and row["layout"].tp == 1)
+def possible(row: dict[str, Any]) -> bool:
+    """Sequence parallelism cuts over tp, ZeRO over data ranks. row: the values of some factors."""
+    layout, zero = row.get("layout"), row.get("zero", UNSHARDED)
+    return layout is None or not (
+        (row.get("sequence_parallel") and layout.tp == 1) or (zero.over and layout.dp % zero.over)
+    )
+
+
+def _named(values: Sequence[Any]) -> dict[str, Any]:
+    """The first of a row's values, as many as there are, by factor."""
+    return dict(zip(FACTORS, values, strict=False))
 
 
 # Every pair of values of two factors stands in a row: faults of two things together show, without the full product.
-TABLE = [Row(**pairs._asdict()) for pairs in AllPairs(FACTORS, filter_func=possible)] + [
-    Row("mlp", Layout(dp=4), microbatches=2),
+TABLE = [Row(**pairs._asdict()) for pairs in AllPairs(FACTORS, filter_func=lambda row: possible(_named(row)))] + [
+    Row("mlp", Layout(dp=4), microbatches=2, zero=Sharded(3)),
     Row("mlp", Layout(tp=4), deferred=True),
-    Row("mlp", Layout(dp=2, tp=2), microbatches=2),
-    Row("mlp of three", Layout(dp=2, tp=2), deferred=True),
+    Row("mlp", Layout(dp=2, tp=2), microbatches=2, zero=Sharded(2)),
+    Row("mlp of three", Layout(dp=2, tp=2), deferred=True, zero=Sharded(3)),
 ]
 
 
@@ -303,7 +328,7 @@ def test_the_table_has_every_pair_of_values() -> None:
     seen = {pair for row in TABLE for pair in combinations(((name, str(getattr(row, name))) for name in FACTORS), 2)}
     values = [[(name, value) for value in FACTORS[name]] for name in FACTORS]
     for one, other in ((a, b) for first, second in combinations(values, 2) for a in first for b in second):
-        if {one[0], other[0]} != {"layout", "sequence_parallel"} or possible([GPTS[0], one[1], other[1]]):
+        if possible(dict([one, other])):
             assert ((one[0], str(one[1])), (other[0], str(other[1]))) in seen, (one, other)
     # A norm over heads leaves a summand on each rank always, one over the stream only where tokens are cut.
     cut = {(row.model, row.sequence_parallel) for row in TABLE if row.layout.tp > 1}

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from megalite.mesh import Layout, Mesh
 from megalite.zero import Zero
 from tests.ranks import run
-from tests.zero.training import WIDTH, adamw, global_batch
+from tests.zero import odd
+from tests.zero.training import WIDTH, adamw, global_batch, train
 
 
 class Forked(nn.Module):
@@ -69,6 +70,21 @@ def test_a_module_that_one_rank_alone_uses_later_ends_within_the_timeout_by_name
     texts = [text for _, text in run(forked, 2, False, 2, True, checked=False)]
     assert all(text != "no error" for text in texts)
     assert any(re.match(r"unit \w+ was not (gathered|summed): a rank of \(0, 1\) did not come", text) for text in texts)
+
+
+def half_used() -> str:
+    _end_waits_after(4)
+    try:
+        train(lambda mesh: odd.PartlyUsed(), Layout(dp=2), 2, {"stage": 3})
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_half_of_a_unit_that_some_ranks_do_not_use_ends_within_the_timeout_by_name():
+    """All ranks gather alike, but one waits in backward for a sum that the other launches at its end."""
+    texts = run(half_used, 2, checked=False)
+    assert all(re.match(r"unit \w+ was not (gathered|summed): a rank of \(0, 1\) did not come", text) for text in texts)
 
 
 class Swapped(nn.Module):
