@@ -16,10 +16,18 @@ COMPUTE_BOUND = {"gather_seconds": 0.015}
 LINK_BOUND = {"gather_seconds": 0.04}
 
 
-def fastest(job: Job, *, steps: int, overlap: bool = True) -> float:
-    """Seconds of the best step as its slowest rank saw it: whatever else the machine does makes steps slower only."""
-    slept = run(partial(sleep_through, job, steps=steps, overlap=overlap), job.ranks, checked=False)
-    return min(max(seconds) for seconds in zip(*(one.seconds for one in slept), strict=True))
+def fastest(job: Job, *, steps: int, overlap: bool = True, wanted: float = float("inf")) -> float:
+    """Seconds of the best step as its slowest rank saw it: whatever else the machine does makes steps slower only.
+
+    Where that is more than `wanted`, of more steps, in case the machine was busy all the while.
+    """
+    best = float("inf")
+    for attempt in (steps, 4, 8):
+        slept = run(partial(sleep_through, job, steps=attempt, overlap=overlap), job.ranks, checked=False)
+        best = min(best, *(max(seconds) for seconds in zip(*(one.seconds for one in slept), strict=True)))
+        if best <= wanted:
+            break
+    return best
 
 
 def bound(job: Job) -> float:
@@ -38,17 +46,15 @@ def bound(job: Job) -> float:
     ids=lambda job: f"stage {job.stage}, gather {job.gather_seconds:g}, m {job.microbatches}",
 )
 def test_a_step_takes_the_longer_of_compute_and_communication_pass_by_pass(job):
-    seconds = fastest(job, steps=2)
-    if seconds > bound(job):  # once more, in case the machine was busy all the while
-        seconds = fastest(job, steps=4)
-    assert job.hidden_seconds <= seconds <= bound(job)
+    assert job.hidden_seconds <= fastest(job, steps=2, wanted=bound(job)) <= bound(job)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_without_overlap_a_step_takes_the_sum(stage):
     job = Job(stage, **COMPUTE_BOUND)
-    seconds = fastest(job, steps=1, overlap=False)
-    assert job.sum_seconds <= seconds <= SUM_SLACK * job.sum_seconds
+    most = SUM_SLACK * job.sum_seconds
+    seconds = fastest(job, steps=1, overlap=False, wanted=most)
+    assert job.sum_seconds <= seconds <= most
     assert seconds > bound(job), "else the bound would prove nothing"
 
 
