@@ -39,27 +39,50 @@ def weights_of(model: GPTConfig | MLPConfig, cut: Cut) -> tuple[Weight, ...]:
     return tuple(weight for weight in _of_gpt(model, cut) if weight.numel)
 
 
-def units_of(model: GPTConfig | MLPConfig, cut: Cut) -> tuple[Weight, ...]:
-    """What Zero keeps in one buffer each, in forward's order: name, entries and how many such units follow each other.
+@dataclass(frozen=True)
+class UnitSize:
+    """`count` units of Zero in a row, alike: `numel` entries each on this rank, without what shards are padded by.
+
+    summands: (ranks, first, last entry) of those whose gradients are summed over so many ranks after the data axis.
+    """
+
+    name: str
+    numel: int
+    count: int
+    summands: tuple[tuple[int, int, int], ...]
+
+
+def units_of(model: GPTConfig | MLPConfig, cut: Cut) -> tuple[UnitSize, ...]:
+    """What Zero keeps in one buffer each, in forward's order.
 
     A GPT's are the embedding, learned positions, the blocks, and the last norm with the head; a tied weight is a unit
-    alone, used at both ends. summand is left at 1.
+    alone, used at both ends. What is a summand stands last in its unit, that of all of tp before that of a part of it.
     """
     weights = weights_of(model, cut)
     if isinstance(model, MLPConfig):
-        return weights
-    around = {weight.name: weight for weight in weights}
-    ends = {"embedding": ("embedding",), "positions": ("positions",), "head": ("last norm", "head")}
-    outside = {name for names in ends.values() for name in names}
-    block = sum(weight.numel for weight in weights if weight.name not in outside)
-    sizes = {end: sum(around[name].numel for name in names if name in around) for end, names in ends.items()}
-    units = (
-        Weight("embedding", sizes["embedding"]),
-        Weight("positions", sizes["positions"]),
-        Weight("block", block, count=model.num_hidden_layers),
-        Weight("norm and head", sizes["head"]),
-    )
-    return tuple(unit for unit in units if unit.numel)
+        return tuple(UnitSize(weight.name, weight.numel, weight.count, ()) for weight in weights)
+    outside = {
+        "embedding": "embedding",
+        "positions": "positions",
+        "last norm": "norm and head",
+        "head": "norm and head",
+    }
+    members: dict[str, list[Weight]] = {name: [] for name in ("embedding", "positions", "block", "norm and head")}
+    for weight in weights:
+        members[outside.get(weight.name, "block")].append(weight)
+    counts = {"block": model.num_hidden_layers}
+    return tuple(_unit(name, held, counts.get(name, 1), cut.tp) for name, held in members.items() if held)
+
+
+def _unit(name: str, weights: list[Weight], count: int, tp: int) -> UnitSize:
+    order = [1, *sorted({weight.summand for weight in weights} - {1}, key=lambda ranks: ranks != tp)]
+    start, summands = 0, []
+    for ranks in order:
+        stop = start + sum(weight.numel for weight in weights if weight.summand == ranks)
+        if ranks > 1:
+            summands.append((ranks, start, stop))
+        start = stop
+    return UnitSize(name, start, count, tuple(summands))
 
 
 def numel_of(weights: tuple[Weight, ...]) -> int:

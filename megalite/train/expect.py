@@ -47,7 +47,7 @@ def expected_memory(config: Config, *, on_cpu: bool = True, shard_rank: int = 0)
     shard_rank: which of the ranks that share it is; the first has most. What is exact and what an estimate is said in
     `megalite.cost.memory`, `activations` and `peak`.
     """
-    needs = [_memory(config, span, on_cpu=on_cpu, shard_rank=shard_rank) for span in spans_of(config)]
+    needs = [memory_of(config, span, on_cpu=on_cpu, shard_rank=shard_rank) for span in spans_of(config)]
     return max(needs, key=lambda need: need.total)
 
 
@@ -56,7 +56,8 @@ def training_of(config: Config, span: Span, *, on_cpu: bool = True, shard_rank: 
     assert config.layout.dp is not None, "check() fills it in"
     optim, cut, recipe = config.optim, cut_of(config), recipe_of(config)
     sharing = sharing_of(config, rank=shard_rank)
-    moments = 2 if optim.name == "adamw" else int(optim.betas[0] > 0)
+    # Of muon and adafactor a bound: they keep less of matrices.
+    moments = int(optim.betas[0] > 0) if optim.name == "sgd" else 2
     microbatches = span.global_batch_size // (config.layout.dp * micro_batch(config, span))
     held = state(config.model, cut, sharing, recipe, moments=moments)
     return Training(config.model, cut, pass_of(config, span, on_cpu=on_cpu), sharing, recipe, microbatches, held)
@@ -85,8 +86,8 @@ def sharing_of(config: Config, *, rank: int = 0) -> Sharing:
     )
 
 
-def sent_bytes(config: Config, span: Span) -> dict[str, float]:
-    """Axis -> bytes that each rank sends in a step of this span. config: as `check` gives it."""
+def sent_bytes(config: Config, span: Span, *, shard_rank: int = 0) -> dict[str, float]:
+    """Axis -> bytes that each rank sends in a step of this span. The arguments are those of `expected_memory`."""
     layout = config.layout
     assert layout.dp is not None, "check() fills it in"
     batch = micro_batch(config, span)
@@ -96,12 +97,14 @@ def sent_bytes(config: Config, span: Span) -> dict[str, float]:
         microbatches=span.global_batch_size // (layout.dp * batch),
         tokens=batch * (span.seq_len if span.has_sequences else 1),
         value_bytes=VALUE_BYTES[config.precision.compute],
+        gradient_bytes=recipe_of(config).gradients,
         label_smoothing=config.loss.label_smoothing > 0,
         recomputed=full,
         recomputed_mlps=mlps,
     )
-    data_ranks = layout.dp * layout.cp
-    rows = traffic(config.model, cut_of(config), step, data_ranks=data_ranks, world=data_ranks * layout.tp * layout.pp)
+    sharing = sharing_of(config, rank=shard_rank)
+    world = sharing.data_ranks * layout.tp * layout.pp
+    rows = traffic(config.model, cut_of(config), step, sharing=sharing, world=world)
     return by_axis(rows)
 
 
@@ -153,7 +156,8 @@ def _container(cgroup: Path) -> int | None:
     return max(int(limit) - int(used) + int(reclaimable), 1)
 
 
-def _memory(config: Config, span: Span, *, on_cpu: bool, shard_rank: int) -> Memory:
+def memory_of(config: Config, span: Span, *, on_cpu: bool = True, shard_rank: int = 0) -> Memory:
+    """As `expected_memory`, in one span of steps."""
     training = training_of(config, span, on_cpu=on_cpu, shard_rank=shard_rank)
     kept = kept_activations(training.model, training.cut, training.micro)
     return Memory(training.held, kept, peak(training), published_activations(training))

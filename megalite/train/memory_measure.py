@@ -26,9 +26,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.train.expect import Memory, expected_memory
+from megalite.train.expect import memory_of
 from megalite.train.header import describe_measured
 from megalite.train.memory_timeline import held_storages, read_tree
+from megalite.train.spans import spans_of
 from megalite.zero import Zero
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class MemoryCheck:
     def __enter__(self) -> MemoryCheck:
         removable = (
             self.model.register_forward_pre_hook(self._begins),
-            self.model.register_forward_hook(self._ends),
+            self.model.register_forward_hook(self._ends, always_call=True),
             self.zero.optimizer.register_step_pre_hook(self._updates),
         )
         for hook in removable:
@@ -124,26 +125,31 @@ class MemoryCheck:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if self.updates and kind is None:
-            self._between_steps()
+            self._see_state()
             self._finish()
         self.hooks.close()
         if self.recording is not None:
             self.recording.stop()
 
     def _begins(self, model: nn.Module, args: Any) -> None:
+        if self.updates:
+            self._see_state()  # before anything else, an evaluation for one, gathers weights
         if not model.training or not torch.is_grad_enabled():
             return
-        if self.updates:
-            self._between_steps()
-        elif "kept" not in self.found:
+        if not self.updates and "kept" not in self.found:
             self.survivors = Survivors()
             self.survivors.__enter__()
+        elif self.updates == 2 or (self.updates and not self.peak):
+            self._finish()
+        elif self.updates and self.recording is None and self.zero.device.type == "cpu":
+            self.recording = PeakRecording(self.model, self.zero)
 
-    def _ends(self, model: nn.Module, args: Any, loss: Tensor) -> None:
+    def _ends(self, model: nn.Module, args: Any, loss: Tensor | None) -> None:
         if self.survivors is not None:
-            self.survivors.__exit__(None, None, None)
-            self.found["kept"] = self.survivors.nbytes() - loss.nbytes
-            self.survivors = None
+            survivors, self.survivors = self.survivors, None
+            survivors.__exit__(None, None, None)
+            if loss is not None:  # as where forward has failed
+                self.found["kept"] = survivors.nbytes() - loss.nbytes
 
     def _updates(self, *_: Any) -> None:
         if "gradients" not in self.found:
@@ -152,23 +158,17 @@ class MemoryCheck:
         if self.updates == 2 and self.recording is not None and _replaces_moments(self.zero):
             self.found["peak"], self.recording = self.recording.stop(), None
 
-    def _between_steps(self) -> None:
+    def _see_state(self) -> None:
         if "weights" not in self.found:
             live = live_bytes(self.zero, offload=self.offload)
             self.found |= {kind: live[kind] for kind in live if kind != "gradients"}
-            if not self.peak:
-                self._finish()
-            elif self.zero.device.type == "cpu":
-                self.recording = PeakRecording(self.model, self.zero)
-        elif self.updates == 2:
-            self._finish()
 
     def _finish(self) -> None:
-        if self.found.get("peak") is None and self.peak and self.updates == 2:
-            if self.recording is not None:
-                self.found["peak"], self.recording = self.recording.stop(), None
-            else:
-                self.found["peak"] = torch.cuda.max_memory_allocated(self.zero.device)
+        if self.recording is not None:
+            peak, self.recording = self.recording.stop(), None
+            self.found |= {"peak": peak} if self.updates == 2 else {}
+        elif self.peak and self.updates == 2 and self.zero.device.type == "cuda":
+            self.found["peak"] = torch.cuda.max_memory_allocated(self.zero.device)
         self.hooks.close()
         done, self.done = self.done, lambda found: None
         done(self.found)
@@ -207,7 +207,7 @@ def measured_memory(log: Log, model: nn.Module, zero: Zero, *, peak: bool | None
         yield
         return
     on_cpu, records = log.world.device == "cpu", log.config.profile.steps
-    expected: Memory = expected_memory(log.config, on_cpu=on_cpu)
+    expected = memory_of(log.config, spans_of(log.config)[0], on_cpu=on_cpu)
     peak = not on_cpu if peak is None else peak
     if on_cpu and records and records[0] <= 3:
         peak = False

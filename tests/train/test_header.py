@@ -85,7 +85,7 @@ def test_memory_and_bytes_are_said_before_they_are_taken():
     memory, sends = (next(line for line in lines if line.startswith(name)) for name in ("memory", "sends"))
     assert "of 1 GiB a rank expected, at the step's highest moment (output layer): weights 962 KiB" in memory
     assert "gradients 962 KiB, moments 1.88 MiB; activations kept 12 MiB (by arXiv:2205.05198 8.5 MiB)" in memory
-    assert sends.split()[1:3] == ["tp", "6.26"] and "dp 963 KiB, world 36 B a step and rank" in sends
+    assert sends.split()[1:3] == ["tp", "6.26"] and "dp 963 KiB, world 48 B a step and rank" in sends
     assert not any(line.startswith("warning") for line in lines)
 
 
