@@ -46,8 +46,6 @@ class Reductions:
 
     def put(self, slot: Slot, gradient: Tensor) -> None:
         """A gradient goes into its unit, and with it whatever is complete now on its way."""
-        if slot.unit in self._in_flight:  # its memory is still being read
-            self._land()
         slot.unit.put(slot, gradient)
         if slot.arrivals == slot.due:
             slot.unit.missing -= 1

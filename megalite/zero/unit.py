@@ -62,7 +62,8 @@ class Slot:
 
     part: its range of the flat buffers; gradient: that range of the gradients, in the parameter's shape.
     copies: how many ranks of the world hold each of its entries, before shards. arrivals: of this step; written:
-    whether the gradients have one that is not launched yet; promised: weight gradients that a backward has put off.
+    whether there is one that is not launched yet, and waiting: that one, where it is not in the flat gradients;
+    promised: weight gradients that a backward has put off.
     rate: arrivals a micro-batch; None until the first step has shown it, 0 if it varies.
     due: the arrival of this step after which the gradient may be launched.
     """
@@ -75,6 +76,7 @@ class Slot:
     copies: int
     arrivals: int = 0
     written: bool = False
+    waiting: Tensor | None = None
     promised: int = 0
     rate: int | None = None
     due: int = 0
@@ -172,6 +174,7 @@ class Unit:
         """What has memory at this moment, by kind (weights, masters, gradients); each storage once."""
         flats = {"weights": [self.weights], "gradients": [self.gradients, *([self._shard] if self._shard else [])]}
         found = {kind: [flat.tensor for flat in group if flat.is_allocated] for kind, group in flats.items()}
+        found["gradients"] += [slot.waiting for slot in self.slots if slot.waiting is not None]
         found["weights"] += [self.weight_shard] if self.is_sharded else []
         found["masters"] = [] if self.masters is self.weight_shard else [self.masters]
         return found
@@ -191,17 +194,20 @@ class Unit:
         """Gradients of a new step may arrive."""
         self.is_open, self._has_sum = True, False
         for slot in self.slots:
-            slot.arrivals, slot.written, slot.promised = 0, False, 0
+            slot.arrivals, slot.written, slot.waiting, slot.promised = 0, False, None, 0
 
     def put(self, slot: Slot, gradient: Tensor) -> None:
-        """One arrival: the first of a round is copied, later ones are added; nothing is zeroed before."""
-        self.gradients.allocate()
-        if slot.written:
+        """One arrival, given away. Where gradients are kept whole it goes into the flat buffer: the first of a round is
+        copied, later ones are added, nothing is zeroed before. Else it waits as it is for the unit's launch."""
+        slot.arrivals += 1
+        if self._shard is not None:
+            gradient = gradient if slot.waiting is None else slot.waiting.to(slot.gradient.dtype).add_(gradient)
+            slot.waiting = gradient
+        elif slot.written:
             slot.gradient.add_(gradient)
         else:
             slot.gradient.copy_(gradient)
         slot.written = True
-        slot.arrivals += 1
 
     def launch(self) -> None:
         """Starts the sum over the data axis. What has not arrived is zero, and so is the gradient of padding."""
@@ -210,7 +216,9 @@ class Unit:
         for slot in self.slots:
             if not slot.written:
                 slot.gradient.zero_()
-            slot.written = False
+            elif slot.waiting is not None:
+                slot.gradient.copy_(slot.waiting)
+            slot.written, slot.waiting = False, None
             for dim in slot.spec.pad:
                 valid = slot.spec.valid_box()[dim].stop
                 slot.gradient.narrow(dim, valid, slot.gradient.shape[dim] - valid).zero_()
@@ -234,8 +242,7 @@ class Unit:
         else:
             self._shard.tensor.copy_(total)
         self._has_sum = True
-        if not any(slot.written for slot in self.slots):
-            self.gradients.free()
+        self.gradients.free()
 
     def settle(self) -> Pending[Tensor]:
         """After the last round: the shard is summed over the replicas too, where that was not done already."""
