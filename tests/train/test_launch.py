@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,13 @@ from megalite.train import launch
 from megalite.train.finite import NotFiniteError
 from megalite.train.guard import SIGNALS
 from tests.train.composing import CONFIGS, ROOT
+from tests.train.forked import Job
 from tests.train.test_place import TORCHRUN
 
-# A job that shows where it runs and talks once; seed=13 fails on the last rank, seed=14 has bad data there.
+# A job that shows where it runs and talks in two steps. In step 2 the last rank fails by the seed: 13 raises, 14 has
+# bad data, 15 never comes, 16 raises in the first attempt only.
 JOB = f"""
-import sys
+import os, time
 from megalite.train import launch
 
 def main(config, world):
@@ -34,12 +37,16 @@ def main(config, world):
     ranks = start_all_reduce(torch.ones(()), mesh.world).wait()
     at = f"tp={{config.layout.tp}}, seed={{config.seed}}, {{config.out_dir}}"
     print(f"rank {{world.rank}}: {{ranks:.0f}} ranks, {{at}}\\n", end="", flush=True)
-    start_all_reduce(ranks, mesh.world).wait()  # nobody fails before all have spoken
-    if config.seed == 13 and world.rank == world.size - 1:
-        raise RuntimeError("bad luck")
-    if config.seed == 14 and world.rank == world.size - 1:
-        launch.HOLD_SECONDS = 0.0
-        raise DataError("data.paths: bad data")
+    for step in (1, 2):
+        world.at(step)
+        if step == 2 and world.rank == world.size - 1:
+            if config.seed == 13 or config.seed == 16 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                raise RuntimeError("bad luck")
+            if config.seed == 14:
+                raise DataError("data.paths: bad data")
+            if config.seed == 15:
+                time.sleep(1000)
+        start_all_reduce(ranks, mesh.world).wait()  # nobody fails before all have spoken
 
 if __name__ == "__main__":
     launch.run(main, configs={str(CONFIGS)!r})
@@ -61,8 +68,9 @@ def start(*command: str, cwd: Path) -> subprocess.Popen:
     )
 
 
-def torchrun(ranks: int, job: Path, *overrides: str) -> subprocess.Popen:
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+def torchrun(ranks: int, job: Path, *overrides: str, restarts: int = 0) -> subprocess.Popen:
+    options = (f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.1")
+    launcher = ("-m", "torch.distributed.run", "--standalone", *options)
     return start(*launcher, str(job), *overrides, cwd=job.parent)
 
 
@@ -205,5 +213,41 @@ def test_two_jobs_at_once_do_not_meet_and_an_error_on_one_rank_ends_its_job_and_
     code, out, err = finished(sweep)
     done = [f"rank {rank}: 2 ranks, tp=1, seed={(8, 13)[n]}, {at}/b/{n}" for rank in range(2) for n in range(2)]
     assert sorted(out.splitlines()) == sorted(done)
-    assert code != 0 and "rank 1 failed before the first step:\nTraceback" in err and "RuntimeError: bad luck" in err
+    assert code != 0 and "rank 1 failed in step 2:\nTraceback" in err and "RuntimeError: bad luck" in err
     assert "exitcode  : 1" in err
+
+
+def test_a_restart_begins_anew_after_the_failure_of_one_rank_and_nothing_leaks(job):
+    """The launcher's --max-restarts: the second attempt meets under a prefix of its own."""
+    process = torchrun(4, job, "seed=16", "out_dir=run", restarts=1)
+    code, out, err = finished(process)
+    assert code == 0
+    assert len(out.splitlines()) == 8 and len(set(out.splitlines())) == 4  # each rank in both attempts
+    assert err.find("Traceback") == err.index("rank 3 failed in step 2:\nTraceback") + len("rank 3 failed in step 2:\n")
+    assert not [word for word in ("destroy_process_group", "leaked", "resource_tracker") if word in err]
+
+
+def test_under_torchrun_a_hang_ends_the_job_and_is_what_its_report_shows(job):
+    process = torchrun(2, job, "seed=15", "out_dir=run", "cluster.timeout_seconds=3")
+    code, _, err = finished(process)
+    assert code != 0 and err.startswith("hang in step 2: all_reduce over world (ranks 0, 1), its number 3")
+    assert "rank 1 did not come" in err and "exitcode  : 4" in err
+    shown = err.partition("Root Cause")[2]
+    assert "rank      : 0" in shown and "hang in step 2" in shown  # it has the report; 1 was ended by it
+
+
+def test_ranks_that_start_apart_share_one_folder_and_find_data_where_it_was_typed(tmp_path):
+    """Also where Hydra changes the directory."""
+
+    def main(config, world):
+        (text,) = config.data.paths
+        Path(config.out_dir, f"rank{world.rank}").write_text(Path(text).read_text())
+
+    (tmp_path / "a.txt").write_text("found")
+    overrides = ("data.paths=[a.txt]", "hydra.job.chdir=true")
+    job = Job(main, 2, *overrides, folder=tmp_path, before=lambda rank: time.sleep(2 * rank))
+    assert job.codes() == [0, 0] and job.err() == ""
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("rank*"))
+    assert left == ["runs/default/rank0", "runs/default/rank1"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["default"]
+    assert {path.read_text() for path in tmp_path.rglob("rank*")} == {"found"}

@@ -37,3 +37,12 @@ def test_a_report_on_many_ranks_stays_short():
     assert len(lines) == report.MOST_LINES + 1 and lines[0].startswith("rank 4 does not answer: its process, its mach")
     assert lines[-1] == f"and {1000 - report.MOST_LINES} more"
     assert report.shorten(range(1000)) == "0, 1, 2, 3, ... 999"
+
+
+def test_the_lost_are_told_from_those_that_have_ended_their_run():
+    line = report.lost({3: "gone", 1: "", 2: "running"}, [1])
+    assert line == (
+        "rank 1 has ended its run before the others; rank 2 does not answer, though its process is there; rank 3 went "
+        "away without a word: its process was killed (by a person, or for want of memory) or crashed"
+    )
+    assert report.lost(dict.fromkeys(range(20), "gone"), []).endswith(f"; and {20 - report.MOST_LINES} more")
