@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megalite.train.check import check
 from megalite.train.compose import compose
 from megalite.train.config import Config, load
+from megalite.train.expect import available_bytes, require_memory
 from megalite.train.failure import CONFIG_CODE, REFUSALS, Board, code_of, trace_of
 from megalite.train.guard import UNWIND_SECONDS, Ended, Guard, Stopped, within
 from megalite.train.place import Place, choose_device
@@ -140,6 +141,7 @@ class Launcher:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         world = self.world(config)
+        require_memory(config, available_bytes(world.device, local_ranks=world.local_size))
         # A group made twice on one store reads the first one's addresses, and so does one made after a restart.
         prefix = f"attempt{self.place.attempt}/job{self.jobs}"
         self.jobs += 1
