@@ -18,6 +18,6 @@ def test_a_model_that_cannot_fit_is_refused_with_both_numbers_unless_one_insists
     held = expected_memory(config).held
     require_memory(config, held)
     require_memory(config, None)
-    with pytest.raises(ConfigError, match=r"8,030,261,248 parameters need 119\.7 GiB a rank .* can have 119\.6 GiB; "):
+    with pytest.raises(ConfigError, match=r"8,030,261,248 parameters need 119\.7 GiB a rank .* can have 119\.5 GiB; "):
         require_memory(config, held - 2**27)
     require_memory(replace(config, cluster=replace(config.cluster, check_memory=False)), 0)
