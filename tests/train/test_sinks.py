@@ -68,7 +68,6 @@ def test_rows_and_table_are_always_written_and_agree(tmp_path):
 
 
 def test_tensorboard_gets_every_number_under_its_name(tmp_path):
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = TensorBoard(tmp_path / "tensorboard")
