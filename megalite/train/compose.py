@@ -20,7 +20,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ConfigTypeError, OmegaConfBaseException
 
 from megalite.models.config import GPTConfig, MLPConfig
 from megalite.train.config import schema
@@ -78,7 +78,12 @@ def one_line(error: Exception) -> str:
     if refusal := _refusal_within(error):
         return str(refusal)
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
-        return unknown_key(str(cause.full_key or cause.key), _legal_keys())
+        key, legal = str(cause.full_key or cause.key), _legal_keys()
+        if key in legal:
+            return f"{key} is a key of another kind of model; leave it out, or choose that model with model=..."
+        return unknown_key(key, legal)
+    if isinstance(cause, ConfigTypeError) and cause.object_type is list:
+        return f"{cause.full_key} must be a list, such as {cause.full_key}=[...]"
     said = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
     if isinstance(error, OverrideParseException):
         return f"{error.override} is not understood: {said}"
@@ -112,8 +117,13 @@ def _place_paths(values: dict[str, Any]) -> None:
     runtime = HydraConfig.get().runtime
     values["out_dir"] = runtime.output_dir
     data = values.get("data")
-    if os.getcwd() != runtime.cwd and isinstance(data, dict) and isinstance(data.get("paths"), list):
-        data["paths"] = [os.path.join(runtime.cwd, str(path)) for path in data["paths"]]
+    if os.getcwd() == runtime.cwd or not isinstance(data, dict):
+        return
+    phases = data.get("phases")
+    for group in (data, *(phases if isinstance(phases, list) else ())):
+        for key in ("paths", "validation_paths"):
+            if isinstance(group, dict) and isinstance(group.get(key), list):
+                group[key] = [os.path.join(runtime.cwd, str(path)) for path in group[key]]
 
 
 class _JobFailed(BaseException):

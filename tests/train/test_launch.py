@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -120,6 +121,8 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch, tmp_path, overrides, cac
         ("modle=gpt2", "error: modle is no key of the configuration; did you mean model?"),
         ("model=gpt3", "error: model=gpt3 is unknown; did you mean gpt2?"),
         ("+optim.lrr=1", "error: optim.lrr is no key of the configuration; did you mean optim.lr?"),
+        ("model=mlp model.vocab_size=9", "error: model.vocab_size is a key of another kind of model; leave it out"),
+        ("data.paths={a:1}", "error: data.paths must be a list, such as data.paths=[...]"),
         ("steps=true", "error: steps=true must be a whole number"),
         ("steps=???", "error: Missing mandatory value: steps"),
         ("seed=${nothing}", "error: Interpolation key 'nothing' not found"),
@@ -168,6 +171,23 @@ def test_each_job_of_a_sweep_has_its_own_directory_and_relative_data_is_where_on
     seen.clear()
     assert exit_code(monkeypatch, tmp_path, main, "data.paths=[a.txt]", "out_dir=run", "hydra.job.chdir=true") == 0
     assert seen == [(0, tmp_path / "run", [str(tmp_path / "a.txt")])]
+
+
+def test_every_relative_path_of_data_is_where_one_typed(monkeypatch, tmp_path):
+    seen = []
+    overrides = ("data.phases=[{from_step:3,paths:[b,/c]}]", "data.validation_paths=[d]", "hydra.job.chdir=true")
+    assert exit_code(monkeypatch, tmp_path, lambda config, world: seen.append(config.data), *overrides) == 0
+    assert [phase.paths for phase in seen[0].phases] == [[str(tmp_path / "b"), "/c"]]
+    assert seen[0].validation_paths == [str(tmp_path / "d")]
+
+
+def test_libraries_say_warnings_and_no_more(monkeypatch, tmp_path, capfd):
+    def main(config, world):
+        logging.getLogger("library").info("by the way")
+        logging.getLogger("library").warning("beware")
+
+    assert exit_code(monkeypatch, tmp_path, main) == 0
+    assert capfd.readouterr().err == "[WARNING] library: beware\n"
 
 
 @pytest.mark.parametrize(
