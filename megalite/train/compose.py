@@ -8,12 +8,10 @@ until the job begins, and the schema's plain values are what overrides are check
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -24,6 +22,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ConfigTypeErr
 
 from megalite.models.config import GPTConfig, MLPConfig
 from megalite.train.config import schema
+from megalite.train.streams import Silence
 from megalite.train.strict import ConfigError, flatten, nearest, unknown_key
 
 
@@ -34,7 +33,7 @@ def compose(job: Callable[[dict[str, Any]], None], *, folder: Path, name: str, r
     Raises ConfigError where Hydra refuses the command line; what the job raises passes through as it is.
     """
     register(rank)
-    silence = _Silence(held=rank != 0)
+    silence = Silence(held=rank != 0)
 
     def task(composed: DictConfig) -> None:
         try:
@@ -128,40 +127,3 @@ def _place_paths(values: dict[str, Any]) -> None:
 
 class _JobFailed(BaseException):
     """Carries the job's own exception, as its cause, past Hydra, which handles and reports an Exception itself."""
-
-
-class _Silence:
-    """Standard output and error of a rank that has nothing to say while Hydra works: dropped while `held`."""
-
-    def __init__(self, held: bool) -> None:
-        self.held = held
-
-    @contextmanager
-    def over_streams(self) -> Iterator[None]:
-        with (
-            redirect_stdout(cast(TextIO, _Gate(sys.stdout, self))),
-            redirect_stderr(cast(TextIO, _Gate(sys.stderr, self))),
-        ):
-            yield
-
-    @contextmanager
-    def broken(self) -> Iterator[None]:
-        held, self.held = self.held, False
-        try:
-            yield
-        finally:
-            self.held = held
-
-
-class _Gate:
-    """A stream under a silence. Log handlers that Hydra makes meanwhile keep this one, and so speak later."""
-
-    def __init__(self, stream: TextIO, silence: _Silence) -> None:
-        self.stream = stream
-        self.silence = silence
-
-    def write(self, text: str) -> int:
-        return len(text) if self.silence.held else self.stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)

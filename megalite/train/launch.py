@@ -38,6 +38,7 @@ from megalite.train.expect import available_bytes, require_memory
 from megalite.train.failure import CONFIG_CODE, REFUSALS, Board, code_of, trace_of
 from megalite.train.guard import UNWIND_SECONDS, Ended, Guard, Stopped, within
 from megalite.train.place import Place, choose_device
+from megalite.train.streams import open_missing
 from megalite.train.strict import ConfigError
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def run(main: Callable[[Config, World], None], *, configs: str = "configs", name
 
     configs: the folder of Hydra's files, beside the file that main stands in. Does not return.
     """
+    open_missing()
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # else the streams of many groups queue behind each other
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # the flight record: a hang's report is read together with it
     with_traces = os.environ.get("HYDRA_FULL_ERROR") == "1"
