@@ -25,34 +25,34 @@ def main(config: Config, world: launch.World) -> None:
 
     mesh, device = Mesh.build(config.layout.fit(world.size)), world.device
     model = build_model(config, mesh=mesh)
-    batches = open_batches(config, dp=mesh.dp, device=device, cache_dir=world.cache_dir)
-    log = Log(config, world=world, mesh=mesh)
-    log.header(data=batches.describe(), baselines=batches.baselines)
-    zero, scale = build_zero(config, model, mesh=mesh, device=device), LossScale.of(config.precision.compute)
-    with log, Profile(config, rank=world.rank, zero=zero, model=model) as profile:
-        for step in range(1, config.last_step + 1):
-            world.at(step)
-            profile.at(step)
-            batch = log.read(batches.training, step)
-            count = start_count(batch, mesh=mesh, device=device)
-            zero.lr = learning_rate(config.optim, step, steps=config.steps)
-            zero.begin(microbatches=len(batch))
-            losses = []
-            for number, microbatch in enumerate(batch):
-                with profile.range(f"F{number}"):
-                    loss = model(None, microbatch) / count.wait()
-                with profile.range(f"BW{number}"):
-                    (loss * scale.value).backward()
-                losses.append(loss.detach().double())
-            grad_norm = zero.step(max_norm=config.optim.max_norm, loss_scale=scale.value)
-            loss = start_all_reduce(sum(losses), mesh.data()).wait()
-            metrics = {"train/loss": loss.item(), "train/grad_norm": grad_norm.item(), "train/lr": zero.lr}
-            metrics |= scale.metrics() | log.measured(step)
-            if config.evaluates(step):
-                metrics |= evaluate(model, batches.validation(), mesh=mesh)
-            log.step(step, metrics)
-            scale.see(step, metrics["train/grad_norm"])
-        log.summary(skipped=zero.skipped)
+    with open_batches(config, dp=mesh.dp, device=device, cache_dir=world.cache_dir) as batches:
+        log = Log(batches.pinned(config), world=world, mesh=mesh)
+        log.header(data=batches.describe(), baselines=batches.baselines)
+        zero, scale = build_zero(config, model, mesh=mesh, device=device), LossScale.of(config.precision.compute)
+        with Profile(config, rank=world.rank, zero=zero, model=model) as profile, log:
+            for step in range(1, config.last_step + 1):
+                world.at(step)
+                profile.at(step)
+                batch = log.read(batches.training, step)
+                count = start_count(batch, mesh=mesh, device=device)
+                zero.lr = learning_rate(config.optim, step, steps=config.steps)
+                zero.begin(microbatches=len(batch))
+                losses = []
+                for number, microbatch in enumerate(batch):
+                    with profile.range(f"F{number}"):
+                        loss = model(None, microbatch) / count.wait()
+                    with profile.range(f"BW{number}"):
+                        (loss * scale.value).backward()
+                    losses.append(loss.detach().double())
+                grad_norm = zero.step(max_norm=config.optim.max_norm, loss_scale=scale.value)
+                loss = start_all_reduce(sum(losses), mesh.data()).wait()
+                metrics = {"train/loss": loss.item(), "train/grad_norm": grad_norm.item(), "train/lr": zero.lr}
+                metrics |= scale.metrics() | log.measured(step)
+                if config.evaluates(step):
+                    metrics |= evaluate(model, batches.validation(), mesh=mesh)
+                log.step(step, metrics)
+                scale.see(step, metrics["train/grad_norm"])
+            log.summary(skipped=zero.skipped)
 
 
 if __name__ == "__main__":

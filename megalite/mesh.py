@@ -113,9 +113,11 @@ class Layout:
             factors = equation if dp is None else f"dp={dp} x {equation}"
             asked = (dp or 1) * rest.world_size
             running = "1 rank that is running" if world_size == 1 else f"{world_size} ranks that are running"
+            fits = world_size % rest.world_size == 0
+            others = " or a multiple of it" if dp is None else ", or take layout.dp=null" if fits else ""
             raise ValueError(
                 f"layout {factors} = {asked} does not {'divide' if dp is None else 'equal'} the {running}; start "
-                f"{asked} with torchrun --nproc-per-node={asked}{' or a multiple of it' if dp is None else ''}"
+                f"{asked} with torchrun --nproc-per-node={asked}{others}"
             )
         return cls(dp=dp or 1, **sizes)
 

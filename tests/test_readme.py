@@ -13,12 +13,13 @@ import torch.distributed as dist
 from megalite.train.check import check
 from megalite.train.config import load
 from tests.ranks import run
-from tests.train.composing import composed
+from tests.train.composing import changed, choosing
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 (PROGRAM,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-ROWS = re.findall(r"^\| `.*=.*", README, flags=re.MULTILINE)
+TABLE = README.partition("| override | means |")[2].partition("\n\n")[0]
+ROWS = re.findall(r"^\| `.*=.*", TABLE, flags=re.MULTILINE)
 OVERRIDES = [quoted for row in ROWS for quoted in re.findall("`(.*?)`", row) if "=" in quoted]
 
 
@@ -43,10 +44,10 @@ def test_the_model_of_ones_own_trains_on_four_ranks_and_with_the_change_it_names
 
 @pytest.mark.parametrize("overrides", OVERRIDES)
 def test_every_override_of_the_table_is_legal(overrides):
-    chosen = [word for word in overrides.split() if word.startswith("model=")]
-    others = [word for word in overrides.split() if word not in chosen]
-    preset = chosen[0].removeprefix("model=") if chosen else "gpt-tiny"
-    check(load(composed(*others, model=preset)), 4)
+    words = re.split(r" (?=[a-z_.]+=)", overrides)  # not at a blank within a value
+    choices = [word for word in words if (ROOT / "configs" / word.partition("=")[0]).is_dir()]
+    others = [word for word in words if word not in choices]
+    check(load(changed(choosing(*choices), *others)), 4)
 
 
 def test_the_table_has_overrides_and_every_file_that_is_named_is_there():

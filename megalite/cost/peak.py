@@ -9,6 +9,7 @@ temporaries are those of this program's layers on the CPU, the large ones only.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -175,9 +176,9 @@ def _moment(
         weights += sum(padded[first : last + 1]) * recipe.weights
     moving = at + 1 < len(units)
     if sharing.stage >= 2:
-        here = begun * padded[at] + (padded[at + 1] if moving else 0)
         summed = sum(share) if training.microbatches > 1 else sum(share[at + 2 :])
-        gradients = (here + summed) * recipe.gradients
+        gradients = (summed + (padded[at + 1] if moving else 0)) * recipe.gradients
+        gradients += begun * units[at] * recipe.weights  # as backward left them, until they are all there
     if sharing.stage >= 1 and sharing.shards > 1 and moving:
         # With Gloo the parts of all ranks and their sum; with NCCL the sum alone.
         received = share[at + 1] + (padded[at + 1] if training.micro.on_cpu else 0)
@@ -207,10 +208,13 @@ def most_weights(training: Training) -> int:
 
 
 def most_gradients(training: Training) -> int:
-    """A bound of Zero's own gradients: what is kept of all units, the open one and the one that is being summed."""
-    sharing, held = training.sharing, training.held
+    """A bound of Zero's own gradients: what is kept of all units, and of one either both what backward has left and the
+    buffer in which it is summed, or the latter while the next unit's come."""
+    sharing, held, recipe = training.sharing, training.held, training.recipe
     if sharing.stage < 2:
         return held.gradients
     units = [sharing.padded(unit.numel) for unit in units_of(training.model, training.cut) for _ in range(unit.count)]
-    two = max(sum(pair) for pair in zip(units, [*units[1:], 0], strict=True))
-    return held.gradients + two * training.recipe.gradients
+    alone = max(units) * (recipe.weights + recipe.gradients)
+    pairs = [now * recipe.weights + before * recipe.gradients for now, before in itertools.pairwise(units)]
+    two = max(alone, *pairs) if pairs else alone
+    return held.gradients + two

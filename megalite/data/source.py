@@ -103,9 +103,7 @@ class Source:
 
     def describe(self) -> str:
         """For the run's header: name, size, fingerprint."""
-        size = (
-            f"{len(self)} tokens ({self.tokens.dtype})" if self.vocab_size != BYTE_VOCABULARY else f"{len(self)} bytes"
-        )
+        size = f"{len(self)} tokens ({self.tokens.dtype})" if self.tokens.dtype != np.uint8 else f"{len(self)} bytes"
         documents = f", {len(self.documents)} documents" if self.documents is not None else ""
         return f"{self.name}: {size}{documents}" + (f", fingerprint {self.fingerprint}" if self.fingerprint else "")
 

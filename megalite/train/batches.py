@@ -125,6 +125,10 @@ class Batches(ABC, Generic[M]):
         """The micro-batches of a step, from 1: those of its samples that this data rank reads."""
         return [self.share.send(microbatch) for microbatch in self._ahead.take(step)]
 
+    def pinned(self, config: Config) -> Config:
+        """The configuration with data.fingerprints filled in: a run from it reads this data or none."""
+        return replace(config, data=replace(config.data, fingerprints=list(self.fingerprints) or None))
+
     @property
     def waited_seconds(self) -> float:
         """How long the last `training` waited for its data."""

@@ -19,6 +19,7 @@ POSITIVE = (
     *("seq_len", "global_batch_size", "micro_batch_size", "steps", "stop_after", "layout.dp", "log.every"),
     *("cluster.threads", "cluster.timeout_seconds", "cluster.peak_tflops", "link.bandwidth_gb_per_sec"),
     *("optim.max_norm", "optim.eps", "optim.newton_schulz_steps", "loss.chunk_tokens", "eval.sequences"),
+    "recompute_every",
 )
 NOT_NEGATIVE = (
     *("seed", "eval.every", "loss.z_loss", "data.validation_period", "data.prefetch", "log.ranks_every"),
@@ -29,6 +30,8 @@ NOT_NEGATIVE = (
 MOST = {"seed": 2**63 - 1, "cluster.threads": 4096, "cluster.timeout_seconds": 10**6, "data.prefetch": 1024}
 """Keys with a bound of their own: 64 bits are drawn from a seed; no machine has more cores; eleven days; memory."""
 MOST_OF_A_WHOLE_NUMBER = 2**31 - 1
+RECOMPUTED = ("norm", "attention", "activation", "mlp")
+"""What recompute_ops may name: OPS of megalite.layers.recompute, which needs torch."""
 MOST_PARAMETERS = 10**15
 """Beyond it a tensor's size no longer fits a machine's word; no computer holds a hundredth of it."""
 
@@ -49,8 +52,13 @@ def check(config: Config, world_size: int) -> Config:
         sequence_parallel = layout.tp > 1 and not is_mlp(config)
     _check_ramps(config)
     for span in spans_of(config):
-        config.model.validate_cut(layout.tp, sequence_parallel=sequence_parallel, seq_len=span.seq_len)
-        _check_batch(span.global_batch_size, config.micro_batch_size, layout)
+        try:
+            config.model.validate_cut(layout.tp, sequence_parallel=sequence_parallel, seq_len=span.seq_len)
+            _check_batch(span.global_batch_size, config.micro_batch_size, layout)
+        except ValueError as error:
+            if span.first_step == 1:
+                raise
+            raise ValueError(f"from step {span.first_step} on {error}") from error
     _check_data(config)
     _check_zero(config, layout)
     _check_precision(config)
@@ -112,6 +120,9 @@ def _check_ranges(config: Config) -> None:
         )
     if config.stop_after is not None and config.stop_after > config.steps:
         raise ValueError(f"stop_after={config.stop_after} is beyond steps={config.steps}; take at most {config.steps}")
+    for op in config.recompute_ops:
+        if op not in RECOMPUTED:
+            raise ValueError(f"recompute_ops has {op}, which is unknown; take from {', '.join(RECOMPUTED)}")
     if is_mlp(config):
         _refuse_without_tokens(config)
 
@@ -134,6 +145,10 @@ def _check_ramps(config: Config) -> None:
         for place, entry in enumerate(ramp):
             if len(entry) != 2 or entry[1] < 1:
                 raise ValueError(f"{key}[{place}]={entry} must be [step, value] with a value of at least 1")
+            if entry[1] > MOST_OF_A_WHOLE_NUMBER:
+                raise ValueError(
+                    f"{key}[{place}]={entry} is more than there can be; take at most {MOST_OF_A_WHOLE_NUMBER}"
+                )
         _check_steps(key, "step", [step for step, _ in ramp], config.steps)
     _check_steps("data.phases", "from_step", [phase.from_step for phase in config.data.phases], config.steps)
 

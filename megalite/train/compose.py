@@ -8,22 +8,21 @@ until the job begins, and the schema's plain values are what overrides are check
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ConfigTypeError, OmegaConfBaseException
 
 from megalite.models.config import GPTConfig, MLPConfig
 from megalite.train.config import schema
+from megalite.train.streams import Silence
 from megalite.train.strict import ConfigError, flatten, nearest, unknown_key
 
 
@@ -34,7 +33,7 @@ def compose(job: Callable[[dict[str, Any]], None], *, folder: Path, name: str, r
     Raises ConfigError where Hydra refuses the command line; what the job raises passes through as it is.
     """
     register(rank)
-    silence = _Silence(held=rank != 0)
+    silence = Silence(held=rank != 0)
 
     def task(composed: DictConfig) -> None:
         try:
@@ -78,7 +77,12 @@ def one_line(error: Exception) -> str:
     if refusal := _refusal_within(error):
         return str(refusal)
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
-        return unknown_key(str(cause.full_key or cause.key), _legal_keys())
+        key, legal = str(cause.full_key or cause.key), _legal_keys()
+        if key in legal:
+            return f"{key} is a key of another kind of model; leave it out, or choose that model with model=..."
+        return unknown_key(key, legal)
+    if isinstance(cause, ConfigTypeError) and cause.object_type is list:
+        return f"{cause.full_key} must be a list, such as {cause.full_key}=[...]"
     said = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
     if isinstance(error, OverrideParseException):
         return f"{error.override} is not understood: {said}"
@@ -112,46 +116,14 @@ def _place_paths(values: dict[str, Any]) -> None:
     runtime = HydraConfig.get().runtime
     values["out_dir"] = runtime.output_dir
     data = values.get("data")
-    if os.getcwd() != runtime.cwd and isinstance(data, dict) and isinstance(data.get("paths"), list):
-        data["paths"] = [os.path.join(runtime.cwd, str(path)) for path in data["paths"]]
+    if os.getcwd() == runtime.cwd or not isinstance(data, dict):
+        return
+    phases = data.get("phases")
+    for group in (data, *(phases if isinstance(phases, list) else ())):
+        for key in ("paths", "validation_paths"):
+            if isinstance(group, dict) and isinstance(group.get(key), list):
+                group[key] = [os.path.join(runtime.cwd, str(path)) for path in group[key]]
 
 
 class _JobFailed(BaseException):
     """Carries the job's own exception, as its cause, past Hydra, which handles and reports an Exception itself."""
-
-
-class _Silence:
-    """Standard output and error of a rank that has nothing to say while Hydra works: dropped while `held`."""
-
-    def __init__(self, held: bool) -> None:
-        self.held = held
-
-    @contextmanager
-    def over_streams(self) -> Iterator[None]:
-        with (
-            redirect_stdout(cast(TextIO, _Gate(sys.stdout, self))),
-            redirect_stderr(cast(TextIO, _Gate(sys.stderr, self))),
-        ):
-            yield
-
-    @contextmanager
-    def broken(self) -> Iterator[None]:
-        held, self.held = self.held, False
-        try:
-            yield
-        finally:
-            self.held = held
-
-
-class _Gate:
-    """A stream under a silence. Log handlers that Hydra makes meanwhile keep this one, and so speak later."""
-
-    def __init__(self, stream: TextIO, silence: _Silence) -> None:
-        self.stream = stream
-        self.silence = silence
-
-    def write(self, text: str) -> int:
-        return len(text) if self.silence.held else self.stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)

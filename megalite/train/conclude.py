@@ -67,7 +67,8 @@ def _of_peer(error: BaseException, watch: Watch, with_traces: bool) -> int:
         _say(f"rank {board.rank} stopped {watch.progress.when}, since {cause}")
         return LOST_CODE
     _, silent = _ask(watch.ask) or ({}, {})
-    left = set(_ask(lambda: board.read("left", ranks=silent)) or {})
+    left = set(_ask(lambda: board.read("left")) or {})
+    silent |= dict.fromkeys(left, "")
     if not silent:
         failed = Ending("failed", code_of(error), board.rank, one_line(error))
         _speak(failed, error, watch, with_traces)
@@ -105,7 +106,7 @@ def _follow(ending: Ending, error: BaseException, watch: Watch) -> int:
     seconds = TOLD_SECONDS if ending.kind != "lost" else BOARD_SECONDS
     final, _ = _ask(lambda: board.told(seconds)) or (None, [])
     ending = final or ending
-    if ending.kind == "stopped" or ending.rank == rank:
+    if ending.kind == "stopped" or ending.rank == rank or board.has_left:
         return ending.code
     own = not isinstance(error, KeyboardInterrupt) and not _is_peers(error, watch)
     if not own:

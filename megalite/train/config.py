@@ -245,6 +245,7 @@ class ClusterConfig:
     threads: of each rank on the CPU; null = its share of the cores.
     timeout_seconds: how long a rank waits in a collective for the others before the job ends as hung.
     peak_tflops: of one rank's device at the precision in use, for mfu; null = what is known of the GPU.
+    check_memory: refuse a model that cannot fit into the memory that this machine has left.
     """
 
     device: str = one_of("auto", "cpu", "cuda")
@@ -252,6 +253,7 @@ class ClusterConfig:
     threads: int | None = None
     timeout_seconds: float = 600.0
     peak_tflops: float | None = None
+    check_memory: bool = True
 
 
 @dataclass

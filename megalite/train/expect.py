@@ -19,6 +19,9 @@ from megalite.cost.weights import Cut
 from megalite.models.config import MLPConfig
 from megalite.train.config import Config
 from megalite.train.spans import Span, spans_of
+from megalite.train.strict import ConfigError
+
+GIB = 2**30
 
 VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
@@ -116,6 +119,21 @@ def micro_batch(config: Config, span: Span) -> int:
     """Sequences in one pass of one rank, null resolved."""
     assert config.layout.dp is not None, "check() fills it in"
     return config.micro_batch_size or span.global_batch_size // config.layout.dp
+
+
+def require_memory(config: Config, available: int | None) -> None:
+    """Refuse what cannot fit: a run that fills the memory takes the machine with it before it says why.
+
+    available: bytes that a rank can have; None = nobody knows. Only what is certain counts: weights, masters, gradients
+    and moments. Raises ConfigError with both numbers, unless cluster.check_memory=false.
+    """
+    needed = expected_memory(config).state.between
+    if config.cluster.check_memory and available is not None and needed > available:
+        raise ConfigError(
+            f"{config.model.parameter_count():,} parameters need {needed / GIB:,.1f} GiB a rank (weights, masters, "
+            f"gradients, moments), and a rank can have {available / GIB:,.1f} GiB; take zero.stage=3 over more data "
+            "ranks, a larger layout.tp, a smaller model, fewer ranks a machine, or cluster.check_memory=false to try"
+        )
 
 
 def available_bytes(device: str, *, local_ranks: int = 1, root: Path = Path("/")) -> int | None:

@@ -120,7 +120,7 @@ class Board:
 
     def __init__(self, store: Store, *, rank: int, size: int, keeper: bool = False) -> None:
         self.store, self.rank, self.size, self.keeper = store, rank, size, keeper
-        self.gone = False
+        self.gone = self.has_left = False
         self._claimed = False
 
     def claim(self, ending: Ending) -> bool:
@@ -158,6 +158,7 @@ class Board:
 
     def leave(self, seconds: float) -> None:
         """This rank reads no more. The keeper waits so long for the others."""
+        self.has_left = True
         self.write("left", "")
         if self.keeper:
             self._await([f"left/{rank}" for rank in range(self.size)], seconds)

@@ -17,10 +17,12 @@ The exit codes stand in megalite/train/failure.py.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -32,9 +34,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megalite.train.check import check
 from megalite.train.compose import compose
 from megalite.train.config import Config, LinkConfig, load
+from megalite.train.expect import available_bytes, require_memory
 from megalite.train.failure import CONFIG_CODE, REFUSALS, Board, code_of, trace_of
 from megalite.train.guard import UNWIND_SECONDS, Ended, Guard, Stopped, within
-from megalite.train.place import Place
+from megalite.train.place import Place, choose_device
+from megalite.train.streams import open_missing
 from megalite.train.strict import ConfigError
 
 if TYPE_CHECKING:
@@ -82,6 +86,7 @@ def run(main: Callable[[Config, World], None], *, configs: str = "configs", name
 
     configs: the folder of Hydra's files, beside the file that main stands in. Does not return.
     """
+    open_missing()
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # else the streams of many groups queue behind each other
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # the flight record: a hang's report is read together with it
     with_traces = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -138,6 +143,7 @@ class Launcher:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         world = self.world(config)
+        require_memory(config, available_bytes(world.device, local_ranks=world.local_size))
         # A group made twice on one store reads the first one's addresses, and so does one made after a restart.
         prefix = f"attempt{self.place.attempt}/job{self.jobs}"
         self.jobs += 1
@@ -158,10 +164,14 @@ class Launcher:
                     self.main(config, world)
                 except BaseException as error:
                     # Before the group is destroyed, so that the word is there when the peers' collectives fail.
-                    raise Ended(conclude(error, watch, with_traces=self.with_traces)) from error
+                    code = conclude(error, watch, with_traces=self.with_traces)
+                    _forget_frames(error)
+                    raise Ended(code) from error
             self._leave(watch, config.cluster.timeout_seconds)
-            ending = within(UNWIND_SECONDS, watch.board.ending)
-            if ending is not None:  # of a rank that was not done yet
+            # Who has waited for the others may have seen one of them fail.
+            ending = within(UNWIND_SECONDS, watch.board.ending) if self.keeps_store else None
+            if ending is not None:
+                self.guard.unwinding = True
                 raise Ended(ending.code)
         except Ended:
             raise
@@ -273,25 +283,6 @@ def network(link: LinkConfig, device: str) -> AbstractContextManager[None]:
     return observe(Link({link.axis: Wire(1e9 * link.bandwidth_gb_per_sec, link.latency_ms / 1e3)}))
 
 
-def choose_device(config: Config, place: Place, *, gpus: int) -> tuple[str, str]:
-    """(device, backend) of a rank on a machine with so many GPUs: NCCL where each local rank has one to itself.
-
-    Several ranks may share a GPU over Gloo. Raises ConfigError for what is asked for and not there.
-    """
-    cluster = config.cluster
-    if cluster.device == "cuda" and not gpus:
-        raise ConfigError(f"cluster.device=cuda needs a GPU, and rank {place.rank} sees none; take cluster.device=cpu")
-    on_gpu = cluster.device != "cpu" and gpus > 0
-    own = on_gpu and place.local_size <= gpus
-    if cluster.backend == "nccl" and not own:
-        raise ConfigError(
-            f"cluster.backend=nccl needs a GPU for each of the {place.local_size} local ranks, and "
-            f"cluster.device={cluster.device} gives them {gpus if on_gpu else 0}; take cluster.backend=gloo"
-        )
-    device = f"cuda:{place.local_rank % gpus}" if on_gpu else "cpu"
-    return device, ("nccl" if own else "gloo") if cluster.backend == "auto" else cluster.backend
-
-
 def home_or_stand_in() -> Path:
     """The home folder or, for a user whom the system does not know (as in containers), one among temporary files."""
     try:
@@ -316,6 +307,14 @@ def _flight_record() -> str:
     c10d = torch._C._distributed_c10d
     dumps = [getattr(c10d, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
     return "\n".join(dump().decode() for dump in dumps if dump is not None)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold: a mesh's groups, whose connections close with their last holder."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
 
 
 def _cores() -> int:

@@ -1,4 +1,4 @@
-"""Where a launcher put this process, read from the variables that torchrun sets and others imitate."""
+"""Where a launcher put this process, read from the variables that torchrun sets and others imitate, and its device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megalite.train.check import MOST
+from megalite.train.config import Config
+from megalite.train.strict import ConfigError
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,25 @@ class Place:
             error_file=environ.get("TORCHELASTIC_ERROR_FILE") or None,
             omp_threads=_whole(environ, "OMP_NUM_THREADS", 1, most=MOST["cluster.threads"]) if by_person else None,
         )
+
+
+def choose_device(config: Config, place: Place, *, gpus: int) -> tuple[str, str]:
+    """(device, backend) of a rank on a machine with so many GPUs: NCCL where each local rank has one to itself.
+
+    Several ranks may share a GPU over Gloo. Raises ConfigError for what is asked for and not there.
+    """
+    cluster = config.cluster
+    if cluster.device == "cuda" and not gpus:
+        raise ConfigError(f"cluster.device=cuda needs a GPU, and rank {place.rank} sees none; take cluster.device=cpu")
+    on_gpu = cluster.device != "cpu" and gpus > 0
+    own = on_gpu and place.local_size <= gpus
+    if cluster.backend == "nccl" and not own:
+        raise ConfigError(
+            f"cluster.backend=nccl needs a GPU for each of the {place.local_size} local ranks, and "
+            f"cluster.device={cluster.device} gives them {gpus if on_gpu else 0}; take cluster.backend=gloo"
+        )
+    device = f"cuda:{place.local_rank % gpus}" if on_gpu else "cpu"
+    return device, ("nccl" if own else "gloo") if cluster.backend == "auto" else cluster.backend
 
 
 def _whole(environ: Mapping[str, str], name: str, default: int, *, most: int = 2**31 - 1) -> int:

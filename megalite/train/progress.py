@@ -21,7 +21,7 @@ RECENT = 64
 """Collectives of an axis whose names are kept: ranks of one group are apart by what may be in flight, never more."""
 MOST_MARKS = 256
 _C10D = "torch.distributed.distributed_c10d"
-_PASSED_THROUGH = ("megalite.comm", "megalite.mesh", "torch", "threading", "contextlib", "selectors", "queue")
+_PASSED_THROUGH = (__name__, "megalite.comm", "megalite.mesh", "torch", "threading", "contextlib", "selectors", "queue")
 
 
 class Mark(Protocol):

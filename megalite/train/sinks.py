@@ -45,10 +45,18 @@ def require_extras(config: LogConfig) -> None:
 
 
 def open_sinks(config: Config, names: Sequence[str]) -> list[Sink]:
-    """All that the configuration asks for, in its out_dir. names: those that a row can have."""
+    """All that the configuration asks for, in its out_dir. names: those that a row can have.
+
+    Raises ConfigError for an out_dir that cannot be written.
+    """
     folder = Path(config.out_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    sinks: list[Sink] = [JSONLines(folder / "metrics.jsonl"), CSV(folder / "metrics.csv", names)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        sinks: list[Sink] = [JSONLines(folder / "metrics.jsonl"), CSV(folder / "metrics.csv", names)]
+    except OSError as error:
+        raise ConfigError(
+            f"out_dir={folder} cannot be written ({error.strerror or error}); take another folder"
+        ) from error
     if config.log.tensorboard:
         sinks.append(TensorBoard(folder / "tensorboard"))
     if config.log.wandb:

@@ -193,7 +193,8 @@ def all_most(configs: list[Config]) -> list[tuple[int, dict[str, int]]]:
 
 
 def test_within_a_step_no_more_is_held_than_the_bound_says():
-    """And the bound is no idle one: without ties half a unit less would not do."""
+    """And the bound is no idle one: of weights it is reached where there is no tie. Gradients are looked at as they
+    arrive, and a unit's buffer is taken after its last."""
     zeros = [ZeroConfig(stage=stage) for stage in range(4)]
     zeros += [ZeroConfig(stage=3, prefetch=prefetch) for prefetch in (0, 2)]
     zeros += [ZeroConfig(stage=3, reshard_after_forward=False), ZeroConfig(stage=3, reshard="step")]
@@ -209,7 +210,7 @@ def test_within_a_step_no_more_is_held_than_the_bound_says():
             for kind, bound in bounds.items():
                 assert most[kind] <= bound, (kind, config.zero)
                 if not config.model.tie_word_embeddings:
-                    assert most[kind] >= 0.9 * bound, (kind, config.zero)
+                    assert most[kind] >= (0.9 if kind == "weights" else 0.6) * bound, (kind, config.zero)
 
 
 def test_padding_is_shared_and_has_no_moments():

@@ -214,7 +214,7 @@ def _waits() -> list[str]:
     y = layer(x)
     with _Events() as events, pytest.MonkeyPatch.context() as patch:
         wait = Pending.wait
-        patch.setattr(Pending, "wait", lambda self: (self._works and events.names.append("wait")) or wait(self))
+        patch.setattr(Pending, "wait", lambda self: (self._flight and events.names.append("wait")) or wait(self))
         y.backward(torch.ones_like(y))
     return [name.split("(")[0] for name in events.names]
 

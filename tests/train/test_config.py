@@ -8,8 +8,9 @@ from dataclasses import asdict, replace
 import pytest
 import yaml
 
+from megalite.layers.recompute import OPS
 from megalite.models.config import GPTConfig, MLPConfig
-from megalite.train.check import check
+from megalite.train.check import RECOMPUTED, check
 from megalite.train.config import Config, LayoutConfig, load
 from megalite.train.strict import flatten
 from tests.train.composing import CONFIGS, choosing, composed
@@ -170,8 +171,11 @@ def test_keys_and_types_are_exact(override, says):
         ("seq_len_ramp=[[1,64]]", 1, "seq_len_ramp[0]: step=1 must lie from 2 to steps=200, in rising order"),
         ("seq_len_ramp=[[5,64],[5,32]]", 1, "seq_len_ramp[1]: step=5 must lie from 6 to steps=200, in rising order"),
         ("seq_len_ramp=[[5]]", 1, "seq_len_ramp[0]=[5] must be [step, value] with a value of at least 1"),
-        ("seq_len_ramp=[[5,31]] layout.tp=2", 2, "seq_len=31 cannot be cut over layout.tp=2"),
-        ("global_batch_size_ramp=[[9,6]]", 4, "global_batch_size=6 cannot be dealt over layout.dp=4"),
+        ("seq_len_ramp=[[5,31]] layout.tp=2", 2, "from step 5 on seq_len=31 cannot be cut over layout.tp=2"),
+        ("global_batch_size_ramp=[[9,6]]", 4, "from step 9 on global_batch_size=6 cannot be dealt over layout.dp=4"),
+        ("global_batch_size_ramp=[[9,2147483648]]", 1, "global_batch_size_ramp[0]=[9, 2147483648] is more than there "),
+        ("recompute=selective recompute_ops=[mpl]", 1, "recompute_ops has mpl, which is unknown; take from norm, "),
+        ("recompute=full recompute_every=0", 1, "recompute_every=0 must be above 0"),
         ("global_batch_size_ramp=[[201,6]]", 1, "global_batch_size_ramp[0]: step=201 must lie from 2 to steps=200"),
         ("seq_len_ramp=[[9,6]] model=mlp", 1, "seq_len_ramp=[[9, 6]] does nothing with model=mlp"),
         ("data.phases=[{from_step:0,paths:[a]}]", 1, "data.phases[0]: from_step=0 must lie from 2 to steps=200"),
@@ -193,6 +197,10 @@ def test_what_does_not_fit_is_refused_with_the_key_and_the_numbers(overrides, ra
     with pytest.raises(ValueError, match=re.escape(says)) as refusal:
         check(load(composed(*plain.split(), model=model or "gpt-tiny")), ranks)
     assert "\n" not in str(refusal.value)
+
+
+def test_what_may_be_recomputed_is_what_the_layers_know():
+    assert RECOMPUTED == OPS
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

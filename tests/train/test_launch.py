@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -19,28 +20,18 @@ from megalite.comm.observe import seen
 from megalite.data import DataError
 from megalite.mesh import Axis
 from megalite.train import launch
-from megalite.train.config import ClusterConfig, Config, LinkConfig
+from megalite.train.config import LinkConfig
 from megalite.train.finite import NotFiniteError
 from megalite.train.guard import SIGNALS
 from megalite.train.strict import ConfigError
 from tests.train.composing import CONFIGS, ROOT
+from tests.train.forked import Job
+from tests.train.test_place import TORCHRUN
 
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "there",
-    "MASTER_PORT": "29400",
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "TORCHELASTIC_RESTART_COUNT": "2",
-    "OMP_NUM_THREADS": "1",
-}
-
-# A job that shows where it runs and talks once; seed=13 fails on the last rank, seed=14 has bad data there.
+# A job that shows where it runs and talks in two steps. In step 2 the last rank fails by the seed: 13 raises, 14 has
+# bad data, 15 never comes, 16 raises in the first attempt only.
 JOB = f"""
-import sys
+import os, time
 from megalite.train import launch
 
 def main(config, world):
@@ -52,12 +43,16 @@ def main(config, world):
     ranks = start_all_reduce(torch.ones(()), mesh.world).wait()
     at = f"tp={{config.layout.tp}}, seed={{config.seed}}, {{config.out_dir}}"
     print(f"rank {{world.rank}}: {{ranks:.0f}} ranks, {{at}}\\n", end="", flush=True)
-    start_all_reduce(ranks, mesh.world).wait()  # nobody fails before all have spoken
-    if config.seed == 13 and world.rank == world.size - 1:
-        raise RuntimeError("bad luck")
-    if config.seed == 14 and world.rank == world.size - 1:
-        launch.HOLD_SECONDS = 0.0
-        raise DataError("data.paths: bad data")
+    for step in (1, 2):
+        world.at(step)
+        if step == 2 and world.rank == world.size - 1:
+            if config.seed == 13 or config.seed == 16 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                raise RuntimeError("bad luck")
+            if config.seed == 14:
+                raise DataError("data.paths: bad data")
+            if config.seed == 15:
+                time.sleep(1000)
+        start_all_reduce(ranks, mesh.world).wait()  # nobody fails before all have spoken
 
 if __name__ == "__main__":
     launch.run(main, configs={str(CONFIGS)!r})
@@ -79,8 +74,9 @@ def start(*command: str, cwd: Path) -> subprocess.Popen:
     )
 
 
-def torchrun(ranks: int, job: Path, *overrides: str) -> subprocess.Popen:
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+def torchrun(ranks: int, job: Path, *overrides: str, restarts: int = 0) -> subprocess.Popen:
+    options = (f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.1")
+    launcher = ("-m", "torch.distributed.run", "--standalone", *options)
     return start(*launcher, str(job), *overrides, cwd=job.parent)
 
 
@@ -104,50 +100,6 @@ def exit_code(monkeypatch, tmp_path, main, *overrides: str) -> int:
     for signum, handler in handlers.items():  # a process that has failed ignores them, since it is to exit
         signal.signal(signum, handler)
     return stop.value.code
-
-
-def test_without_a_launcher_it_is_one_process_and_no_group():
-    assert launch.Place.read({}) == launch.Place()
-
-
-def test_under_torchrun_the_place_is_what_it_says_and_its_one_thread_is_nobodys_wish():
-    place = launch.Place.read(TORCHRUN)
-    assert (place.rank, place.size, place.local_rank, place.local_size) == (3, 4, 1, 2)
-    assert (place.master, place.agent_store, place.attempt) == (("there", 29400), True, 2)
-    assert place.omp_threads is None
-    assert launch.Place.read(TORCHRUN | {"OMP_NUM_THREADS": "5"}).omp_threads == 5
-    assert launch.Place.read({"OMP_NUM_THREADS": "1"}).omp_threads == 1
-
-
-@pytest.mark.parametrize(
-    ("variables", "says"),
-    [
-        ({"RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4"),
-        ({"MASTER_ADDR": None}, "WORLD_SIZE=4 is set and MASTER_ADDR is not; start with torchrun"),
-        ({"RANK": None}, "WORLD_SIZE=4 is set and RANK is not"),
-    ],
-)
-def test_half_a_launcher_is_refused(variables, says):
-    environ = {key: value for key, value in (TORCHRUN | variables).items() if value is not None}
-    with pytest.raises(ValueError, match=says):
-        launch.Place.read(environ)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("WORLD_SIZE", "x"),
-        ("RANK", "-1"),
-        ("LOCAL_RANK", "1.5"),
-        ("LOCAL_WORLD_SIZE", ""),
-        ("MASTER_PORT", "abc"),
-        ("MASTER_PORT", "65536"),
-        ("OMP_NUM_THREADS", "100000000000"),
-    ],
-)
-def test_a_variable_that_does_not_count_is_refused_with_its_name_and_value(name, value):
-    with pytest.raises(ValueError, match=f"^{name}={value} must be a whole number from 0 to "):
-        launch.Place.read(TORCHRUN | {name: value})
 
 
 @pytest.mark.parametrize("overrides", [[], ["data.paths=[a.txt]"]])
@@ -174,6 +126,8 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch, tmp_path, overrides, cac
         ("modle=gpt2", "error: modle is no key of the configuration; did you mean model?"),
         ("model=gpt3", "error: model=gpt3 is unknown; did you mean gpt2?"),
         ("+optim.lrr=1", "error: optim.lrr is no key of the configuration; did you mean optim.lr?"),
+        ("model=mlp model.vocab_size=9", "error: model.vocab_size is a key of another kind of model; leave it out"),
+        ("data.paths={a:1}", "error: data.paths must be a list, such as data.paths=[...]"),
         ("steps=true", "error: steps=true must be a whole number"),
         ("steps=???", "error: Missing mandatory value: steps"),
         ("seed=${nothing}", "error: Interpolation key 'nothing' not found"),
@@ -224,6 +178,23 @@ def test_each_job_of_a_sweep_has_its_own_directory_and_relative_data_is_where_on
     assert seen == [(0, tmp_path / "run", [str(tmp_path / "a.txt")])]
 
 
+def test_every_relative_path_of_data_is_where_one_typed(monkeypatch, tmp_path):
+    seen = []
+    overrides = ("data.phases=[{from_step:3,paths:[b,/c]}]", "data.validation_paths=[d]", "hydra.job.chdir=true")
+    assert exit_code(monkeypatch, tmp_path, lambda config, world: seen.append(config.data), *overrides) == 0
+    assert [phase.paths for phase in seen[0].phases] == [[str(tmp_path / "b"), "/c"]]
+    assert seen[0].validation_paths == [str(tmp_path / "d")]
+
+
+def test_libraries_say_warnings_and_no_more(monkeypatch, tmp_path, capfd):
+    def main(config, world):
+        logging.getLogger("library").info("by the way")
+        logging.getLogger("library").warning("beware")
+
+    assert exit_code(monkeypatch, tmp_path, main) == 0
+    assert capfd.readouterr().err == "[WARNING] library: beware\n"
+
+
 @pytest.mark.parametrize(
     ("overrides", "threads"), [([], 3), (["cluster.threads=2"], 2)], ids=["as OMP_NUM_THREADS says", "as configured"]
 )
@@ -237,29 +208,6 @@ def test_threads_are_what_was_asked_for(monkeypatch, tmp_path, overrides, thread
         launch.run(lambda config, world: seen.append((world.threads, torch.get_num_threads())), configs=str(CONFIGS))
     torch.set_num_threads(before)
     assert seen == [(threads, threads)]
-
-
-@pytest.mark.parametrize(
-    ("gpus", "asked", "local", "found"),
-    [
-        (0, ("auto", "auto"), (3, 4), ("cpu", "gloo")),
-        (4, ("auto", "auto"), (3, 4), ("cuda:3", "nccl")),
-        (2, ("auto", "auto"), (3, 4), ("cuda:1", "gloo")),
-        (4, ("cuda", "gloo"), (3, 4), ("cuda:3", "gloo")),
-        (4, ("cpu", "auto"), (3, 4), ("cpu", "gloo")),
-        (0, ("cuda", "auto"), (0, 1), "cluster.device=cuda needs a GPU, and rank 0 sees none"),
-        (2, ("auto", "nccl"), (3, 4), "a GPU for each of the 4 local ranks, and cluster.device=auto gives them 2"),
-        (4, ("cpu", "nccl"), (3, 4), "a GPU for each of the 4 local ranks, and cluster.device=cpu gives them 0"),
-    ],
-)
-def test_nccl_is_chosen_where_each_rank_has_a_gpu_of_its_own_and_refused_elsewhere(gpus, asked, local, found):
-    config = Config(cluster=ClusterConfig(device=asked[0], backend=asked[1]))
-    place = launch.Place(local_rank=local[0], local_size=local[1])
-    if isinstance(found, tuple):
-        assert launch.choose_device(config, place, gpus=gpus) == found
-    else:
-        with pytest.raises(ConfigError, match=found):
-            launch.choose_device(config, place, gpus=gpus)
 
 
 def test_a_link_slows_what_crosses_its_axis_and_is_refused_on_a_gpu():
@@ -303,5 +251,41 @@ def test_two_jobs_at_once_do_not_meet_and_an_error_on_one_rank_ends_its_job_and_
     code, out, err = finished(sweep)
     done = [f"rank {rank}: 2 ranks, tp=1, seed={(8, 13)[n]}, {at}/b/{n}" for rank in range(2) for n in range(2)]
     assert sorted(out.splitlines()) == sorted(done)
-    assert code != 0 and "rank 1 failed before the first step:\nTraceback" in err and "RuntimeError: bad luck" in err
+    assert code != 0 and "rank 1 failed in step 2:\nTraceback" in err and "RuntimeError: bad luck" in err
     assert "exitcode  : 1" in err
+
+
+def test_a_restart_begins_anew_after_the_failure_of_one_rank_and_nothing_leaks(job):
+    """The launcher's --max-restarts: the second attempt meets under a prefix of its own."""
+    process = torchrun(4, job, "seed=16", "out_dir=run", restarts=1)
+    code, out, err = finished(process)
+    assert code == 0
+    assert len(out.splitlines()) == 8 and len(set(out.splitlines())) == 4  # each rank in both attempts
+    assert err.find("Traceback") == err.index("rank 3 failed in step 2:\nTraceback") + len("rank 3 failed in step 2:\n")
+    assert not [word for word in ("destroy_process_group", "leaked", "resource_tracker") if word in err]
+
+
+def test_under_torchrun_a_hang_ends_the_job_and_is_what_its_report_shows(job):
+    process = torchrun(2, job, "seed=15", "out_dir=run", "cluster.timeout_seconds=3")
+    code, _, err = finished(process)
+    assert code != 0 and err.startswith("hang in step 2: all_reduce over world (ranks 0, 1), its number 3")
+    assert "rank 1 did not come" in err and "exitcode  : 4" in err
+    shown = err.partition("Root Cause")[2]
+    assert "rank      : 0" in shown and "hang in step 2" in shown  # it has the report; 1 was ended by it
+
+
+def test_ranks_that_start_apart_share_one_folder_and_find_data_where_it_was_typed(tmp_path):
+    """Also where Hydra changes the directory."""
+
+    def main(config, world):
+        (text,) = config.data.paths
+        Path(config.out_dir, f"rank{world.rank}").write_text(Path(text).read_text())
+
+    (tmp_path / "a.txt").write_text("found")
+    overrides = ("data.paths=[a.txt]", "hydra.job.chdir=true")
+    job = Job(main, 2, *overrides, folder=tmp_path, before=lambda rank: time.sleep(2 * rank))
+    assert job.codes() == [0, 0] and job.err() == ""
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("rank*"))
+    assert left == ["runs/default/rank0", "runs/default/rank1"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["default"]
+    assert {path.read_text() for path in tmp_path.rglob("rank*")} == {"found"}

@@ -57,7 +57,9 @@ def one_step(model: GPT, zero: Zero, batch: Microbatch) -> float:
 
 def shrunk(model: GPTConfig) -> dict[str, float]:
     """Parameter -> by what a step without any gradient multiplies it. None begins at 0, where decay would not show."""
-    built_model, zero = built(model, tp=2, precision=PrecisionConfig("fp64"), optim=OptimConfig(lr=0.1, weight_decay=0.5))
+    built_model, zero = built(
+        model, tp=2, precision=PrecisionConfig("fp64"), optim=OptimConfig(lr=0.1, weight_decay=0.5)
+    )
     with torch.no_grad():
         for parameter in built_model.parameters():
             parameter.fill_(0.5)

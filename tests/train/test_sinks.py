@@ -13,6 +13,7 @@ import pytest
 
 from megalite.train.config import Config, LogConfig
 from megalite.train.sinks import CSV, TensorBoard, make_fresh, open_fresh, open_sinks, require_extras
+from megalite.train.strict import ConfigError
 
 ROWS = {1: {"train/loss": 0.1 + 0.2, "train/lr": 1e-3}, 2: {"train/loss": math.nan, "train/lr": 1.0, "val/loss": 2.5}}
 
@@ -25,6 +26,12 @@ def test_a_file_that_is_there_is_never_overwritten(tmp_path):
     assert (tmp_path / "metrics.2.jsonl").read_text() == "metrics.jsonl"
     assert (tmp_path / "metrics.3.jsonl").read_text() == "metrics.3.jsonl"
     assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_an_out_dir_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"out_dir=.*file/run cannot be written \(Not a directory\); take another"):
+        open_sinks(replace(Config(), out_dir=str(tmp_path / "file/run")), ["train/loss"])
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path):
@@ -68,7 +75,6 @@ def test_rows_and_table_are_always_written_and_agree(tmp_path):
 
 
 def test_tensorboard_gets_every_number_under_its_name(tmp_path):
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = TensorBoard(tmp_path / "tensorboard")

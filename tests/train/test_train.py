@@ -105,6 +105,12 @@ class Changed:
     def __init__(self, batches: Any, change: Callable[[Any], Any]) -> None:
         self.batches, self.change = batches, change
 
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.batches.__exit__(*error)
+
     def training(self, step: int) -> list[Any]:
         return [self.change(microbatch) for microbatch in self.batches.training(step)]
 
@@ -125,7 +131,7 @@ def keeping(valid: tuple[int, ...]) -> Callable[[Microbatch], Microbatch]:
         labels = microbatch.labels.clone()
         for row, sample in zip(labels, microbatch.sample_ids.tolist(), strict=True):
             row[valid[sample % len(valid)] :] = IGNORED
-        return replace(microbatch, labels=labels)
+        return replace(microbatch, labels=labels, counted=None)
 
     return change
 
