@@ -31,26 +31,37 @@ def large(name: str, ranks: int = 1, **changes) -> Config:
     return config_of(LARGE[name], ranks, **(base | changes))
 
 
-def all_peaks(configs: list[Config]) -> list[int]:
-    """Measured in the second step, which has the moments that the first one makes; one recording of all of them."""
+def all_peaks(configs: list[Config], times: int = 1) -> list[int]:
+    """Measured in steps after the first, which have the moments that it makes: the least of so many of each."""
     built = [build(config) for config in configs]
     for config, (model, zero) in zip(configs, built, strict=True):
         one_step(config, model, zero)
         zero.step(max_norm=1.0)
     before = [sum(held.nbytes for held in held_storages(zero, model).values()) for model, zero in built]
-    names = [f"second step {number}" for number in range(len(configs))]
+    names = {f"{number} {again}": number for number in range(len(configs)) for again in range(times)}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        for name, config, (model, zero) in zip(names, configs, built, strict=True):
+        for name, number in names.items():
             with record_function(name):
-                one_step(config, model, zero)
-                zero.step(max_norm=1.0)
+                one_step(configs[number], *built[number])
+                built[number][1].step(max_norm=1.0)
     tree = profiler.profiler.kineto_results.experimental_event_tree()
     changes, ranges = read_tree(tree, device=torch.device("cpu"), names=set(names))
-    peaks = []
-    for held, one in zip(before, ranges, strict=True):
+    peaks: dict[int, int] = {}
+    for one in ranges:
+        number = names[one.name]
         inside = [change.nbytes for change in changes if one.start_ns <= change.time_ns <= one.end_ns]
-        peaks.append(held + max(itertools.accumulate(inside, initial=0)))
-    return peaks
+        peak = before[number] + max(itertools.accumulate(inside, initial=0))
+        peaks[number] = min(peaks.get(number, peak), peak)
+    return [peaks[number] for number in range(len(configs))]
+
+
+def peaks_of_ranks(configs: list[Config]) -> list[int]:
+    """The least of two ranks, which need equally much, and of two steps.
+
+    The profiler misses what Gloo's thread frees, where that is the last to hold a message: it can only make a
+    measurement too high.
+    """
+    return [min(of_config) for of_config in zip(*run(all_peaks, 2, configs, 2, checked=False), strict=True)]
 
 
 def off(config: Config, measured: int, *, above_state: bool) -> float:
@@ -88,8 +99,7 @@ def test_each_moment_is_the_highest_somewhere(at, changes):
 
 
 def test_the_highest_moment_of_tensor_ranks():
-    """Of all that is held, since Gloo's thread keeps what its last collective moved for an unknown while; in fp32,
-    since the CPU's products of half precision take memory of their own, which counts where little else is held."""
+    """In fp32: the CPU's products of half precision take memory of their own, which counts where little is held."""
     cases = [(name, parallel, "none") for name in LARGE for parallel in (True, False)]
     cases += [(name, True, recompute) for name in ("gpt2", "llama", "olmo2") for recompute in ("full", "norm, mlp")]
     fp32 = PrecisionConfig("fp32")
@@ -100,9 +110,9 @@ def test_the_highest_moment_of_tensor_ranks():
         )
         for name, cut, recompute in cases
     ]
-    for of_rank in run(all_peaks, 2, [config for _, config in configs], checked=False):
-        for (recompute, config), measured in zip(configs, of_rank, strict=True):
-            assert off(config, measured, above_state=False) < (0.1 if recompute == "none" else 0.15)
+    found = peaks_of_ranks([config for _, config in configs])
+    for (recompute, config), measured in zip(configs, found, strict=True):
+        assert off(config, measured, above_state=False) < (0.1 if recompute == "none" else 0.15), recompute
 
 
 def test_the_highest_moment_of_data_ranks_at_every_stage():
@@ -112,6 +122,5 @@ def test_the_highest_moment_of_data_ranks_at_every_stage():
         for name, each in (("llama", 2), ("gpt2", 4))
         for zero in zeros
     ]
-    for of_rank in run(all_peaks, 2, configs, checked=False):
-        for config, measured in zip(configs, of_rank, strict=True):
-            assert off(config, measured, above_state=False) < 0.1, config.zero
+    for config, measured in zip(configs, peaks_of_ranks(configs), strict=True):
+        assert off(config, measured, above_state=False) < 0.1, config.zero
