@@ -17,7 +17,7 @@ from tests.train.composing import changed, choosing
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-(PROGRAM,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+PROGRAM, PLAIN = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 TABLE = README.partition("| override | means |")[2].partition("\n\n")[0]
 ROWS = re.findall(r"^\| `.*=.*", TABLE, flags=re.MULTILINE)
 OVERRIDES = [quoted for row in ROWS for quoted in re.findall("`(.*?)`", row) if "=" in quoted]
@@ -40,6 +40,15 @@ def test_the_model_of_ones_own_trains_on_four_ranks_and_with_the_change_it_names
     alone = norms(re.sub(r"(?m)^mesh = .*$", "mesh = Mesh.build()", PROGRAM))
     for values in (first, alone):
         assert values[-1] < values[0]
+
+
+def test_the_plain_model_trains_at_stage_3_as_it_does_alone_on_the_same_batch():
+    """On four ranks with one and the same batch each, the loss is one rank's."""
+    same = PLAIN.replace("manual_seed(mesh.dp.rank)", "manual_seed(0)")
+    first, *others = run(norms, 4, same)
+    assert all(other == first for other in others)
+    alone = norms(same.replace("Layout.fit(dist.get_world_size())", "Layout()"))
+    assert first == pytest.approx(alone, rel=1e-3)  # float32, over ten steps of AdamW
 
 
 @pytest.mark.parametrize("overrides", OVERRIDES)
