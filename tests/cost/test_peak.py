@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from megalite.cost.peak import moments
 from megalite.train.config import Config, LayoutConfig, LossConfig, PrecisionConfig, ZeroConfig
 from megalite.train.expect import expected_memory, training_of
+from megalite.train.memory_measure import highest
 from megalite.train.memory_timeline import held_storages, read_tree
 from megalite.train.spans import spans_of
 from tests.cost.test_activations import RECOMPUTE, SHAPES, config_of
@@ -49,8 +49,7 @@ def all_peaks(configs: list[Config], times: int = 1) -> list[int]:
     peaks: dict[int, int] = {}
     for one in ranges:
         number = names[one.name]
-        inside = [change.nbytes for change in changes if one.start_ns <= change.time_ns <= one.end_ns]
-        peak = before[number] + max(itertools.accumulate(inside, initial=0))
+        peak = before[number] + highest(change for change in changes if one.start_ns <= change.time_ns <= one.end_ns)
         peaks[number] = min(peaks.get(number, peak), peak)
     return [peaks[number] for number in range(len(configs))]
 

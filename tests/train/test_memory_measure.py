@@ -9,7 +9,8 @@ from megalite.models.config import GPTConfig
 from megalite.train.config import Config, PrecisionConfig, ZeroConfig
 from megalite.train.expect import expected_memory
 from megalite.train.header import describe_measured
-from megalite.train.memory_measure import MemoryCheck
+from megalite.train.memory_measure import MemoryCheck, highest
+from megalite.train.memory_timeline import Change
 from megalite.zero import Zero
 from tests.cost.test_activations import SHAPES, a_microbatch, config_of
 from tests.cost.test_memory import build
@@ -99,3 +100,9 @@ def test_measured_and_expected_stand_beside_each_other():
     first, second = describe_measured(need, measured)
     assert first.startswith("memory   measured on rank 0: weights") and first.count("(as expected)") == 3
     assert "activations kept" in second and "(as expected)" in second and "+10.0%)" in second
+
+
+def test_an_end_that_nobody_saw_is_seen_when_its_place_is_taken_again():
+    """Nor does what was there before, and is freed now, make room for what is counted."""
+    assert highest([Change(0, 1, 10), Change(1, 2, 5), Change(2, 1, 10), Change(3, 9, -100), Change(4, 3, 2)]) == 17
+    assert highest([]) == 0
