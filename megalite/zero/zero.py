@@ -18,7 +18,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,20 +25,21 @@ from torch import Tensor, nn
 
 from megalite.comm import start_all_gather, start_all_reduce
 from megalite.mesh import Mesh
-from megalite.zero.agreement import Checksums, require_agreement
+from megalite.zero.agreement import require_agreement
 from megalite.zero.gathering import DISORDER, Gathering
+from megalite.zero.making import make_units, require_real
 from megalite.zero.matrix_update import MatrixRule
 from megalite.zero.norm import squared_norm_share, sum_partial
-from megalite.zero.partition import Held, held_parameters, partition
+from megalite.zero.partition import Held, held_parameters
+from megalite.zero.passes import Passes
 from megalite.zero.reductions import Reductions
-from megalite.zero.unit import Sharding, Slot, Unit, begin_frozen
+from megalite.zero.unit import Sharding, Slot
 from megalite.zero.update import Moments, Optimizer, Update
 from megalite.zero.verify import Findings, Verifier, summary
 from megalite.zero.watch import Watch
 
 STAGES = (0, 1, 2, 3)
 RESHARD = ("forward", "backward", "step")
-TRAINED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Zero:
@@ -91,11 +91,11 @@ class Zero:
             raise ValueError(f"reshard={reshard} is unknown; legal values: {', '.join(RESHARD)}")
         modules = [stages] if isinstance(stages, nn.Module) else list(stages)
         held = held_parameters(modules)
-        _require_real(held)
+        require_real(held)
         self.mesh, self.stage = mesh, stage
         sharding = Sharding(stage, shard_over, gradients, offload)
         making: dict[str, Any] = {"mesh": mesh, "seed": seed, "device": device or "cpu"}
-        uses, checksums = _make_units(modules, held, tuple(units), sharding=sharding, **making)
+        uses, checksums = make_units(modules, held, tuple(units), sharding=sharding, **making)
         self.units = [unit for unit, _ in uses]
         self.device = self.units[0].weights.tensor.device if self.units else torch.device(device or "cpu")
         require_agreement(self.units, checksums, mesh=mesh, device=self.device)
@@ -106,12 +106,10 @@ class Zero:
         self._reductions = Reductions(self.units, mesh=mesh, stage=stage)
         kept_apart = [(unit, modules) for unit, modules in uses if unit.is_sharded]
         how: dict[str, Any] = {"prefetch": prefetch, "reshard": reshard, "compares": verify}
-        self._gathering = Gathering(kept_apart, stages=modules, noticed=_telling(weakref.ref(self)), **how)
+        self._passes = Passes(_ending(weakref.ref(self)))
+        self._gathering = Gathering(kept_apart, stages=modules, noticed=self._passes.notice, **how)
         self._microbatches = 0  # of the step that is open; 0 outside of begin() and step()
         self._reduced = False
-        self._in_pass = False  # whether a backward is going on whose end will be noticed
-        self._defers = False  # whether weight gradients have been put off
-        self._arrived_in_pass = self._promised_in_pass = 0
         self._listen(held)
         self._watch = Watch(held, self._slots)
 
@@ -149,7 +147,7 @@ class Zero:
             raise RuntimeError("begin() was called twice: step() comes between")
         self._watch.require_unchanged()
         self._microbatches, self._reduced = microbatches, False
-        self._in_pass = False  # of a backward that raised, the end is never told
+        self._passes.forget()
         self._reductions.open(microbatches)
         if self._verifier is not None:
             self._verifier.open()
@@ -157,11 +155,11 @@ class Zero:
     def _arrive(self, slot: Slot, parameter: Tensor) -> None:
         """One gradient is in `parameter.grad`, or none: a layer that puts its weight's gradient off fires empty."""
         gradient = parameter.grad
-        self._notice_pass()
+        self._passes.notice()
         self._gathering.arrived(slot.unit)
         if gradient is None:
             slot.promised += 1
-            self._promised_in_pass += 1
+            self._passes.promised += 1
             return
         if not self._microbatches or self._reduced or not self._reductions.may_arrive(slot):
             raise RuntimeError(self._late(slot))
@@ -171,26 +169,15 @@ class Zero:
                 "build the module with sparse=False"
             )
         parameter.grad = None
-        self._arrived_in_pass += 1
+        self._passes.arrived += 1
         slot.promised = max(slot.promised - 1, 0)
         if self._verifier is not None:
             self._verifier.observe(slot, gradient)
         self._reductions.put(slot, gradient)
 
-    def _notice_pass(self) -> None:
-        """The first firing of a backward pass: its end will be told."""
-        if not self._in_pass:
-            self._in_pass, self._arrived_in_pass, self._promised_in_pass = True, 0, 0
-            torch.autograd.Variable._execution_engine.queue_callback(_end_of_pass(weakref.ref(self)))
-
-    def _end_pass(self) -> None:
-        self._in_pass = False
-        if torch._C._current_autograd_node() is not None:
-            return  # a backward within another (reentrant checkpointing), which goes on and will be noticed again
+    def _end_pass(self, is_whole: bool) -> None:
         self._gathering.end_pass()
-        # One gradient alone, where others were put off, is such a one that comes now, not a pass of its own.
-        self._defers = self._defers or self._promised_in_pass > 0
-        if self._microbatches and (self._promised_in_pass or self._arrived_in_pass > self._defers):
+        if self._microbatches and is_whole:
             self._reductions.passed()
 
     def end_microbatch(self, count: int) -> None:
@@ -298,20 +285,12 @@ class Zero:
         return torch.tensor(squared_norm, dtype=torch.float64, device=self.device).sqrt()
 
 
-def _end_of_pass(zero: weakref.ref[Zero]) -> Callable[[], None]:
-    def end() -> None:
+def _ending(zero: weakref.ref[Zero]) -> Callable[[bool], None]:
+    def end(is_whole: bool) -> None:
         if (owner := zero()) is not None:
-            owner._end_pass()
+            owner._end_pass(is_whole)
 
     return end
-
-
-def _telling(zero: weakref.ref[Zero]) -> Callable[[], None]:
-    def tell() -> None:
-        if (owner := zero()) is not None:
-            owner._notice_pass()
-
-    return tell
 
 
 def _arrival_hook(zero: weakref.ref[Zero], number: int) -> Callable[[Tensor], None]:
@@ -321,49 +300,3 @@ def _arrival_hook(zero: weakref.ref[Zero], number: int) -> Callable[[Tensor], No
             owner._arrive(owner._slots[number], parameter)
 
     return arrive
-
-
-def _require_real(held: Sequence[Held]) -> None:
-    for one in held:
-        if one.parameter.requires_grad and one.parameter.dtype not in TRAINED_DTYPES:
-            raise ValueError(
-                f"parameter {one.name} is {one.parameter.dtype}, which is not trained here; legal dtypes: "
-                f"{', '.join(map(str, TRAINED_DTYPES))} (a complex weight: two real ones and torch.view_as_complex)"
-            )
-
-
-def _make_units(
-    modules: Sequence[nn.Module],
-    held: Sequence[Held],
-    kinds: tuple[type, ...],
-    *,
-    sharding: Sharding,
-    mesh: Mesh,
-    seed: int | None,
-    device: torch.device | str,
-) -> tuple[list[tuple[Unit, tuple[nn.Module, ...]]], dict[bool, Tensor]]:
-    """The units in the order of launch, each with its modules, and checksums of dense and expert weights.
-
-    Parameters that are not trained get their first values and stay outside. A unit without modules of its own may be
-    used at any time: at stage 3 its weights stay whole. Weights are drawn, summed up and spread one unit after another.
-    """
-    uses: list[tuple[Unit, tuple[nn.Module, ...]]] = []
-    checksums = Checksums(held)
-    for part in partition(modules, held, kinds):
-        alike: dict[tuple, list[Held]] = {}
-        for one in part.held:
-            if one.parameter.requires_grad:
-                key = (one.spec.expert, one.parameter.dtype, one.parameter.device)
-                alike.setdefault(key, []).append(one)
-            else:
-                begin_frozen(one, seed=seed, device=device)
-                checksums.add(one)
-        stage = min(sharding.stage, 2) if not part.modules else sharding.stage
-        for group in alike.values():
-            how = replace(sharding, stage=stage)
-            unit = Unit(part.name, group, mesh=mesh, sharding=how, seed=seed, device=device)
-            for one in group:
-                checksums.add(one)
-            unit.release()
-            uses.append((unit, part.modules))
-    return uses[::-1], checksums.totals
