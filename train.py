@@ -2,7 +2,6 @@
 
     python train.py                                                   one process
     torchrun --standalone --nproc-per-node=4 train.py layout.tp=2     four; dp takes what the other axes leave
-
 `python train.py --cfg job` lists what can be set; megalite/train/config.py says what it means.
 """
 
@@ -19,6 +18,7 @@ def main(config: Config, world: launch.World) -> None:
     from megalite.train.evaluate import evaluate
     from megalite.train.finite import LossScale
     from megalite.train.log import Log
+    from megalite.train.memory_measure import measured_memory
     from megalite.train.model import build_model, build_zero
     from megalite.train.optim import learning_rate
     from megalite.train.profile import Profile
@@ -29,7 +29,7 @@ def main(config: Config, world: launch.World) -> None:
         log = Log(batches.pinned(config), world=world, mesh=mesh)
         log.header(data=batches.describe(), baselines=batches.baselines)
         zero, scale = build_zero(config, model, mesh=mesh, device=device), LossScale.of(config.precision.compute)
-        with Profile(config, rank=world.rank, zero=zero, model=model) as profile, log:
+        with Profile(config, rank=world.rank, zero=zero, model=model) as profile, log, measured_memory(log, model, zero):
             for step in range(1, config.last_step + 1):
                 world.at(step)
                 profile.at(step)

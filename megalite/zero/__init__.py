@@ -1,8 +1,8 @@
 """Data parallelism: `Zero` owns the gradients, the master weights and the optimizer of the modules that it is given.
 
 partition, making (modules -> units), unit (one flat buffer, shared out by stage), flat, guard (weights that are not
-whole), passes (backward passes), reductions (which unit is summed when), gathering (which is whole when), agreement (the
-replicas before the first step), norm, verify, update (the optimizer), matrix, matrix_update (optimizers that see whole
+whole), passes (backward passes), reductions (which unit is summed when), gathering (which is whole when), agreement
+(the replicas before the first step), norm, verify, update (the optimizer), matrix, matrix_update (optimizers that see whole
 matrices), muon, adafactor, watch (parameters between steps), zero (hooks and the step).
 """
 
