@@ -29,7 +29,7 @@ def main(config: Config, world: launch.World) -> None:
         log = Log(batches.pinned(config), world=world, mesh=mesh)
         log.header(data=batches.describe(), baselines=batches.baselines)
         zero, scale = build_zero(config, model, mesh=mesh, device=device), LossScale.of(config.precision.compute)
-        with Profile(config, rank=world.rank, zero=zero, model=model) as profile, log, measured_memory(log, model, zero):
+        with Profile(config, world.rank, zero=zero, model=model) as profile, log, measured_memory(log, model, zero):
             for step in range(1, config.last_step + 1):
                 world.at(step)
                 profile.at(step)

@@ -1,6 +1,6 @@
 """`Profile`: what some steps of some ranks spent their time on and held in memory, as files to look at.
 
-    with Profile(config, rank=world.rank, zero=zero, model=model) as profile:
+    with Profile(config, world.rank, zero=zero, model=model) as profile:
         for step in ...:
             profile.at(step)
             with profile.range("F0"): ...
@@ -41,7 +41,7 @@ class Profile:
     run stay the same bits. Raises ConfigError, on all ranks, if the memory is to be drawn and nothing can draw.
     """
 
-    def __init__(self, config: Config, *, rank: int, zero: Zero, model: nn.Module) -> None:
+    def __init__(self, config: Config, rank: int, *, zero: Zero, model: nn.Module) -> None:
         wanted = config.profile
         if wanted.steps and wanted.memory and importlib.util.find_spec("matplotlib") is None:
             raise ConfigError(

@@ -2,8 +2,8 @@
 
 partition, making (modules -> units), unit (one flat buffer, shared out by stage), flat, guard (weights that are not
 whole), passes (backward passes), reductions (which unit is summed when), gathering (which is whole when), agreement
-(the replicas before the first step), norm, verify, update (the optimizer), matrix, matrix_update (optimizers that see whole
-matrices), muon, adafactor, watch (parameters between steps), zero (hooks and the step).
+(the replicas before the first step), norm, verify, update (the optimizer), matrix, matrix_update (optimizers that see
+whole matrices), muon, adafactor, watch (parameters between steps), zero (hooks and the step).
 """
 
 from __future__ import annotations
