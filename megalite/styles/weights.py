@@ -195,7 +195,8 @@ def _plan_norm(site: Site, tp: Axis, *, is_partial: bool) -> Regions:
     if hasattr(module, "specs"):
         raise ValueError(f"{site}: it has an attribute `specs` already, so says itself how its parameters are held")
     own = module.named_parameters(recurse=False)
-    return {name: [Region(name, _whole(parameter, (tp,) if is_partial else ()))] for name, parameter in own}
+    summed = (tp,) if is_partial else ()
+    return {name: [Region(name, replace(_whole(parameter, summed), matrices=None))] for name, parameter in own}
 
 
 def _whole(parameter: Tensor, partial: tuple[Axis, ...] = ()) -> ParamSpec:
@@ -206,7 +207,9 @@ def _whole(parameter: Tensor, partial: tuple[Axis, ...] = ()) -> ParamSpec:
 def _along(name: str, parameter: Tensor, dim: int, tp: Axis, chunks: int, *, pads: bool) -> list[Region]:
     whole = _whole(parameter)
     size = whole.shape[dim] // chunks
-    spec = replace(whole, cut={tp: dim}, pad={dim: padded_size(size, tp.size)} if pads else {})
+    spec = replace(whole, cut={tp: dim})
+    if pads:  # a vocabulary, whose rows are words and no matrix
+        spec = replace(spec, pad={dim: padded_size(size, tp.size)}, matrices=None)
     if chunks == 1:
         return [Region(name, spec)]
     shape = (*whole.shape[:dim], size, *whole.shape[dim + 1 :])

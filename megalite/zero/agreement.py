@@ -86,6 +86,7 @@ def _structure(units: Sequence[Unit]) -> int:
             [axis.name for axis in slot.spec.partial],
             [(axis.name, dim) for axis, dim in slot.spec.cut.items()],
             slot.spec.decay,
+            None if slot.spec.matrices is None else sorted(slot.spec.matrices.items()),
         )
         for unit in units
         for slot in unit.slots

@@ -148,6 +148,14 @@ def test_logical_names_shapes_and_decay_are_those_of_the_plain_model(name):
     assert found == expected
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_vocabulary_and_norms_are_no_matrices_for_an_optimizer_that_sees_these(name):
+    _, cut = one_rank(name)
+    matrices = {path for path, spec in param_specs(cut).items() if spec.matrices is not None and len(spec.shape) > 1}
+    words = ("embed", "wte", "lm_head", "norm", "ln_")
+    assert matrices and not [path for path in matrices if any(word in path for word in words)]
+
+
 def test_ties_buffers_modes_dtypes_and_frozen_weights_are_kept():
     model = gpt2().to(torch.bfloat16).eval()
     model.transformer.h[0].attn.c_attn.weight.requires_grad_(False)
