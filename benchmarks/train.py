@@ -39,6 +39,7 @@ from megalite.mesh import Layout, Mesh
 from megalite.models.gpt import GPT, Block
 from megalite.spec import init_parameters, param_specs
 from megalite.train.memory_timeline import Change, Range, read_tree
+from megalite.train.recorder import Recorder
 from megalite.zero import Zero
 from tests.ranks import run
 
@@ -160,7 +161,7 @@ def peaks_within(fn: Callable[[], None], name: str) -> list[int]:
 
 def _recorded(fn: Callable[[], None], *, names: set[str]) -> tuple[list[Change], list[Range]]:
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiled:
+    with Recorder(activities=activities, profile_memory=True) as profiled:
         fn()
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
     tree = profiled.profiler.kineto_results.experimental_event_tree()

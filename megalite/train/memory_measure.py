@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.train.expect import memory_of
 from megalite.train.header import describe_measured
 from megalite.train.memory_timeline import Change, held_storages, read_tree
+from megalite.train.recorder import Recorder
 from megalite.train.spans import spans_of
 from megalite.zero import Zero
 
@@ -184,7 +185,7 @@ class PeakRecording:
 
     def __init__(self, model: nn.Module, zero: Zero) -> None:
         self.before = sum(held.nbytes for held in held_storages(zero, model).values())
-        self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self.profiler = Recorder(activities=[ProfilerActivity.CPU], profile_memory=True)
         self.profiler.start()
 
     def stop(self) -> int:

@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, record_function
 
 from megalite.comm import Call, Observer, observe
 from megalite.spec import ParallelModule
 from megalite.train.config import Config
 from megalite.train.memory_timeline import Held, Mark, Timeline, held_storages, read_tree, timeline
+from megalite.train.recorder import Recorder
 from megalite.train.strict import ConfigError
 from megalite.zero import Zero
 
@@ -104,14 +105,20 @@ class Recording:
         on_cuda = zero.device.type == "cuda"
         self.before_bytes = torch.cuda.memory_allocated(zero.device) if on_cuda else None
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
-        self.profiler = profile(activities=activities, profile_memory=memory)
+        self.profiler = Recorder(activities=activities, profile_memory=memory)
         self.step = ExitStack()
         self.within = ExitStack()
         self.within.callback(self.profiler.stop)
+        self._land()
         self.profiler.start()
         self.within.enter_context(module_ranges(model))
         self.within.enter_context(gradient_instants(model, self._arrived))
         self.within.enter_context(observe(CollectiveRanges()))
+
+    def _land(self) -> None:
+        """Weights that are being gathered arrive: see `Recorder`."""
+        for unit in self.zero.units:
+            unit.wait()
 
     def at(self, step: int) -> None:
         self.step.close()
@@ -127,6 +134,7 @@ class Recording:
 
     def end(self) -> None:
         """Everything that was put on the model is gone, whatever fails."""
+        self._land()
         with self.within:
             self.step.close()
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, record_function
 
 from megalite.cost.peak import moments
 from megalite.train.config import Config, LayoutConfig, LossConfig, PrecisionConfig, ZeroConfig
 from megalite.train.expect import expected_memory, training_of
 from megalite.train.memory_measure import highest
 from megalite.train.memory_timeline import held_storages, read_tree
+from megalite.train.recorder import Recorder
 from megalite.train.spans import spans_of
 from tests.cost.test_activations import RECOMPUTE, SHAPES, config_of
 from tests.cost.test_memory import build, one_step
@@ -39,7 +40,7 @@ def all_peaks(configs: list[Config], times: int = 1) -> list[int]:
         zero.step(max_norm=1.0)
     before = [sum(held.nbytes for held in held_storages(zero, model).values()) for model, zero in built]
     names = {f"{number} {again}": number for number in range(len(configs)) for again in range(times)}
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with Recorder(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for name, number in names.items():
             with record_function(name):
                 one_step(configs[number], *built[number])
