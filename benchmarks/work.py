@@ -34,9 +34,9 @@ class Work(NamedTuple):
         positions, samples = (torch.arange(n, device=device) for n in (self.seq, self.batch))
         return Microbatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, samples, 1)
 
-    def part(self, dp: Axis) -> Microbatch:
+    def part(self, dp: Axis, *, device: torch.device | str = "cpu") -> Microbatch:
         """This data rank's sequences. ValueError if the axis does not divide the batch."""
-        whole, mine = self.microbatch(), dp.part(self.batch)
+        whole, mine = self.microbatch(device=device), dp.part(self.batch)
         return Microbatch(whole.tokens[mine], whole.labels[mine], whole.positions, whole.sample_ids[mine], whole.step)
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import gpu, harness, linear, overlap, peers, train, zero
+from benchmarks import gpu, gpu_zero, harness, linear, overlap, peers, train, zero
 from benchmarks.harness import Side
 from benchmarks.work import Work
 from megalite.comm import start_all_gather, start_all_reduce, start_reduce_scatter
@@ -297,6 +297,15 @@ def test_the_gpu_part_trains_in_bfloat16_and_reports_mfu(monkeypatch: pytest.Mon
     flops = gpu.token_flops(work.config, parameters=found.parameters, seq=work.seq) * work.tokens
     row = gpu.report_speed(found._replace(seconds=flops / 1e12), work).splitlines()[2]
     assert row.split()[-3:] == [f"{1 / 989.4:.3f}", "1.0", "5.0"]
+
+
+def test_the_gpu_part_of_zero_finds_all_stages_equal_on_the_cpu_and_a_wrong_one_not() -> None:
+    """float32: sums in another order, over three steps and two of warm-up."""
+    found = run(gpu_zero.train, 2, small_work(), "cpu", 2, torch.float32, checked=False)[0]
+    assert gpu_zero.report(found, dtype=torch.float32, allowed=1e-4).count("stage ") == 5
+    wrong = [*found[:3], found[3]._replace(norms=[norm * 1.01 for norm in found[3].norms])]
+    with pytest.raises(SystemExit, match="the stages do not agree"):
+        gpu_zero.report(wrong, dtype=torch.float32, allowed=1e-4)
 
 
 def test_without_a_gpu_its_benchmark_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
