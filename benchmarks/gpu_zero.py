@@ -75,18 +75,25 @@ def _synchronize(on_gpu: bool) -> None:
 def report(found: list[Trained], *, dtype: torch.dtype, allowed: float) -> str:
     """As a table. Raises SystemExit, after printing it, where a stage is further from stage 0 than `allowed`."""
     first = found[0]
-    off = [
-        max(abs(a - b) / abs(b) for mine, its in ((one.losses, first.losses), (one.norms, first.norms))
-            for a, b in zip(mine, its, strict=True))
-        for one in found
-    ]  # fmt: skip
+    off = [max(_distance(one.losses, first.losses), _distance(one.norms, first.norms)) for one in found]
     rows = [
-        (f"stage {stage}", f"{1e3 * one.seconds:.1f}", f"{first.seconds / one.seconds:.2f}", f"{one.held_bytes / 1e6:.0f}",
-         f"{one.peak_bytes / 1e6:.0f}", f"{worst:.1e}")
+        (
+            f"stage {stage}",
+            f"{1e3 * one.seconds:.1f}",
+            f"{first.seconds / one.seconds:.2f}",
+            f"{one.held_bytes / 1e6:.0f}",
+            f"{one.peak_bytes / 1e6:.0f}",
+            f"{worst:.1e}",
+        )
         for stage, one, worst in zip(STAGES, found, off, strict=True)
-    ]  # fmt: skip
+    ]
     name = f"two ranks on one GPU, Gloo, {str(dtype).removeprefix('torch.')}"
     text = harness.table((name, "step ms", "stage 0 / this", "held MB", "peak MB", "off by"), rows)
     if max(off) > allowed:
         raise SystemExit(f"{text}\nthe stages do not agree: allowed is {allowed:.0e}")
     return text + f"\noff by: losses and norms against stage 0, relative, at most; allowed {allowed:.0e}"
+
+
+def _distance(mine: list[float], others: list[float]) -> float:
+    """The largest relative difference."""
+    return max(abs(a - b) / abs(b) for a, b in zip(mine, others, strict=True))
