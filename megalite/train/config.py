@@ -57,6 +57,13 @@ class ZeroConfig:
     reshard: str = one_of("microbatch", "step")
     offload: bool = False
 
+    @property
+    def released_after(self) -> str:
+        """What stage 3 releases a unit after, in the words of `Zero`: forward (and backward), backward, or step."""
+        if self.reshard == "step":
+            return "step"
+        return "forward" if self.reshard_after_forward else "backward"
+
 
 @dataclass
 class PipelineConfig:

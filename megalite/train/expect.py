@@ -77,14 +77,13 @@ def recipe_of(config: Config) -> Recipe:
 def sharing_of(config: Config, *, rank: int = 0) -> Sharing:
     zero = config.zero
     assert config.layout.dp is not None, "check() fills it in"
-    reshard = "step" if zero.reshard == "step" else "forward" if zero.reshard_after_forward else "backward"
     return Sharing(
         stage=zero.stage,
         data_ranks=config.layout.dp * config.layout.cp,
         over=zero.shard_over,
         rank=rank,
         prefetch=zero.prefetch,
-        reshard=reshard,
+        reshard=zero.released_after,
         offload=zero.offload,
     )
 

@@ -201,20 +201,20 @@ def describe_peak(operations: float, peak: Peak) -> str:
 
 def operations_text(operations: float) -> str:
     """For people, to three digits: 2.95e6 -> 2.95 MFLOP."""
-    units = ("", "k", "M", "G", "T", "P")
-    place = 0
-    while operations >= 1000 and place + 1 < len(units):
-        operations, place = operations / 1000, place + 1
-    return f"{operations:.3g} {units[place]}FLOP"
+    return _scaled(operations, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"), step=1000)
 
 
 def size_text(size: float) -> str:
     """Bytes for people, to three digits: 1536 -> 1.5 KiB."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    return _scaled(size, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), step=1024)
+
+
+def _scaled(value: float, units: Sequence[str], *, step: int) -> str:
+    """To three digits in the first unit that takes no more; each is `step` times the one before."""
     place = 0
-    while size >= 1000 and place + 1 < len(units):
-        size, place = size / 1024, place + 1
-    return f"{size:.3g} {units[place]}"
+    while value >= 1000 and place + 1 < len(units):
+        value, place = value / step, place + 1
+    return f"{value:.3g} {units[place]}"
 
 
 def _first_groups(layout: Layout, name: str) -> list[tuple[int, ...]]:

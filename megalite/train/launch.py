@@ -8,7 +8,7 @@ The only module that reads the environment.
 2. Hydra composes the configuration; `load` and `check` accept it or refuse it, all before torch is imported.
 3. Threads, device, backend and process group are set up as the configuration says (`World`), and main runs, watched
    (`Watch`): no rank waits for another longer than cluster.timeout_seconds.
-4. On every way out the process group is destroyed, all ranks end, and the cause is said once (`close.conclude`). Before
+4. On every way out the process group is destroyed, all ranks end, and the cause is said once (`conclude`). Before
    there is a group, rank 0 says a refusal; another rank that has the same to say first waits, since the launcher ends
    the job when rank 0 is gone. If it does not, rank 0 had nothing to say, and the waiting rank speaks.
 

@@ -13,7 +13,7 @@ from megalite.mesh import Mesh
 from megalite.models.config import MLPConfig
 from megalite.models.gpt import GPT, Block, LossOptions
 from megalite.models.mlp import MLP
-from megalite.train.config import Config, ZeroConfig
+from megalite.train.config import Config
 from megalite.train.optim import matrices, optimizer
 from megalite.train.strict import ConfigError
 from megalite.zero import Moments, Zero
@@ -58,7 +58,7 @@ def build_zero(config: Config, model: nn.Module, *, mesh: Mesh, device: str) -> 
         stage=config.zero.stage,
         shard_over=config.zero.shard_over,
         prefetch=config.zero.prefetch,
-        reshard=_reshard(config.zero),
+        reshard=config.zero.released_after,
         offload=config.zero.offload,
         units=UNITS,
         optimizer=optimizer(config.optim),
@@ -72,12 +72,6 @@ def build_zero(config: Config, model: nn.Module, *, mesh: Mesh, device: str) -> 
         verify=config.verify,
         device=device,
     )
-
-
-def _reshard(zero: ZeroConfig) -> str:
-    if zero.reshard == "step":
-        return "step"
-    return "forward" if zero.reshard_after_forward else "backward"
 
 
 def _half(name: str | None) -> torch.dtype | None:

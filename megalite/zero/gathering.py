@@ -153,7 +153,7 @@ class Gathering:
         self._trace = (self._trace * _FACTOR + number + 1) % _TRACES
         if self._compares:
             mine = torch.tensor([number], device=unit.weight_shard.device)
-            wanted = unit.meet(start_all_gather(mine, unit.gathers), "gathered").tolist()
+            wanted = unit.meet(start_all_gather(mine, unit.gathers), "gathered", unit.gathers).tolist()
             for rank, other in zip(unit.gathers.ranks, wanted, strict=True):
                 if other != number:
                     raise RuntimeError(

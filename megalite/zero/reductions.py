@@ -58,11 +58,6 @@ class Reductions:
         if self.by_microbatch:
             self._launch_ready()
 
-    def end_microbatch(self, count: int) -> None:
-        """`count` micro-batches are through, deferred work included: their rounds end here."""
-        while self.by_microbatch and self.round < min(count, self.rounds):
-            self._launch()
-
     def finish(self) -> None:
         """Everything is summed; the first time, the arrivals seen become the rates that are expected from now on."""
         while self.round < self.rounds:

@@ -231,7 +231,7 @@ class Unit:
     def finish(self) -> None:
         """The sum that was launched has come; what is kept of it is the shard."""
         assert self._reducing is not None
-        total, self._reducing = self.meet(self._reducing, "summed"), None
+        total, self._reducing = self.meet(self._reducing, "summed", self.axis), None
         if self._shard is None:
             if self.shards.size > 1:
                 self.gradient_shard.copy_(total)
@@ -275,19 +275,19 @@ class Unit:
         """The weights are whole from here on, if a gather was started."""
         if self._gathering is not None:
             pending, self._gathering = self._gathering, None
-            self.meet(pending, "gathered")
+            self.meet(pending, "gathered", self.gathers)
             for parameter in self.parameters:
                 unguard(parameter)
 
-    def meet(self, pending: Pending[Tensor], what: str) -> Tensor:
-        """Waits for the ranks that share this unit. Raises RuntimeError, by the unit's name, if one does not come."""
+    def meet(self, pending: Pending[Tensor], what: str, axis: Axis) -> Tensor:
+        """Waits for the other ranks of an axis. Raises RuntimeError, by the unit's name, if one does not come."""
         try:
             return pending.wait()
         except RuntimeError as error:
-            raise RuntimeError(
-                f"unit {self.name} was not {what}: a rank of {self.gathers.ranks} did not come; at zero.stage=3 a "
-                f"module must be used on all data ranks or on none, and so must each of its parameters ({error})"
-            ) from error
+            missed = f"unit {self.name} was not {what}: a rank of {axis.ranks} did not come"
+            if self.is_sharded:
+                missed += "; at zero.stage=3 all data ranks use a module and each of its parameters, or none does"
+            raise RuntimeError(f"{missed} ({error})") from error
 
     def release(self) -> None:
         """Gives the memory of weights that are kept as shards back."""

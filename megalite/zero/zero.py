@@ -180,14 +180,6 @@ class Zero:
         if self._microbatches and is_whole:
             self._reductions.passed()
 
-    def end_microbatch(self, count: int) -> None:
-        """`count` micro-batches of this step are through, work that was put off included: for what schedules passes.
-
-        Gradients that are still missing count as zeros from here on, so that at stages 2 and 3 a unit that is not used
-        keeps no other waiting. A loop of plain backward passes need not call it.
-        """
-        self._reductions.end_microbatch(count)
-
     def _late(self, slot: Slot) -> str:
         if not self._microbatches or self._reduced:
             return (

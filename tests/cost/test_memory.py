@@ -103,7 +103,7 @@ def all_measured(configs: list[Config]) -> list[tuple[int, dict[str, int]]]:
     return [measured(config) for config in configs]
 
 
-def hold_what_is_expected(configs: list[Config], ranks: int) -> None:
+def assert_they_hold_what_is_expected(configs: list[Config], ranks: int) -> None:
     for of_rank in run(all_measured, ranks, configs, checked=False):
         for config, (shard_rank, found) in zip(configs, of_rank, strict=True):
             assert found == expected(config, shard_rank), (config.zero, config.precision, config.layout)
@@ -116,7 +116,7 @@ def test_every_tensor_rank_holds_what_is_expected(ranks, tp, sequence_parallel):
     names = ("gpt2", "one key head", "olmo2", *(["mlp"] if not sequence_parallel else []))
     layout = LayoutConfig(tp=tp, sequence_parallel=sequence_parallel)
     bf16 = PrecisionConfig("bf16")
-    hold_what_is_expected([config_of(name, ranks, layout=layout, precision=bf16) for name in names], ranks)
+    assert_they_hold_what_is_expected([config_of(name, ranks, layout=layout, precision=bf16) for name in names], ranks)
 
 
 @pytest.mark.parametrize(("ranks", "tp", "over"), [(2, 1, None), (3, 1, None), (4, 2, None), (4, 1, 2)])
@@ -136,7 +136,7 @@ def test_every_stage_and_recipe_holds_what_is_expected_of_each_rank(ranks, tp, o
         for precision in (RECIPE_KEYS[name] for name in names)
         for model in ("gpt2", "llama")
     ]
-    hold_what_is_expected(configs, ranks)
+    assert_they_hold_what_is_expected(configs, ranks)
 
 
 def test_what_is_offloaded_lies_in_the_cpu_s_memory_alone():
@@ -145,7 +145,7 @@ def test_what_is_offloaded_lies_in_the_cpu_s_memory_alone():
         for stage in (0, 3)
         for precision in (RECIPE_KEYS["bf16"], RECIPE_KEYS["fp32"])
     ]
-    hold_what_is_expected(configs, 2)
+    assert_they_hold_what_is_expected(configs, 2)
     assert expected(configs[0])["moments"] == 0 < expected(configs[0])["host"]
 
 

@@ -15,6 +15,7 @@ from megalite.data.indexed import IndexedWriter, dtype_for, is_indexed, open_ind
 from megalite.data.opening import open_source
 from megalite.data.samples import Samples, Stretch
 from megalite.data.split import Part
+from tests.data.refusals import refusal
 
 DOCUMENTS = [[1, 2, 65535], [7], list(range(100))]
 
@@ -33,14 +34,6 @@ def write(prefix, documents=DOCUMENTS, dtype=np.uint16, **kind):
         for document in documents:
             out.add(document)
     return prefix
-
-
-def refusal(call) -> str:
-    with pytest.raises(DataError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 @pytest.mark.parametrize(("dtype", "code", "letter"), [(np.uint16, 8, "H"), (np.int32, 4, "i"), (np.uint8, 1, "B")])

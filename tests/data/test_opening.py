@@ -8,24 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megalite.data.errors import DataError
 from megalite.data.indexed import IndexedWriter
 from megalite.data.meta import Meta, fingerprint, write_meta, write_token_bytes
 from megalite.data.opening import open_source, open_sources, open_text
 from megalite.data.split import CHUNK
+from tests.data.refusals import refusal
 
 
 def text_file(path, size: int):
     path.write_bytes(np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8).tobytes())
     return path
-
-
-def refusal(call) -> str:
-    with pytest.raises(DataError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def bad_paths(folder):

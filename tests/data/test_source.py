@@ -8,24 +8,16 @@ import numpy as np
 import pytest
 
 from megalite.data.documents import Ends
-from megalite.data.errors import DataError
 from megalite.data.opening import open_text
 from megalite.data.samples import Samples, Stretch
 from megalite.data.source import IGNORED, Source
 from megalite.data.split import CHUNK, Part
+from tests.data.refusals import refusal
 
 
 def text_file(path, size: int):
     path.write_bytes(np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8).tobytes())
     return path
-
-
-def refusal(call) -> str:
-    with pytest.raises(DataError) as caught:
-        call()
-    message = str(caught.value)
-    assert isinstance(caught.value, ValueError) and "\n" not in message
-    return message
 
 
 def test_a_window_is_the_bytes_of_the_file_from_its_start(tmp_path):

@@ -17,7 +17,7 @@ from megalite.mesh import Layout, Mesh
 from megalite.zero import Zero
 from tests.ranks import run
 from tests.zero import odd
-from tests.zero.training import WIDTH, adamw, global_batch, train
+from tests.zero.training import WIDTH, adamw, global_batch, plain_mlp, train
 
 
 class Forked(nn.Module):
@@ -85,6 +85,29 @@ def test_half_of_a_unit_that_some_ranks_do_not_use_ends_within_the_timeout_by_na
     """All ranks gather alike, but one waits in backward for a sum that the other launches at its end."""
     texts = run(half_used, 2, checked=False)
     assert all(re.match(r"unit \w+ was not (gathered|summed): a rank of \(0, 1\) did not come", text) for text in texts)
+
+
+def deserted(stage: int) -> str:
+    _end_waits_after(4)
+    mesh = Mesh.build(Layout(dp=2))
+    model = plain_mlp(mesh)
+    zero = Zero(model, mesh, stage=stage, optimizer=adamw, seed=0, verify=False)
+    if mesh.rank == 1:
+        return ""
+    zero.begin(microbatches=1)
+    try:
+        global_batch(0).part(0, 2).loss(model).backward()
+        zero.step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_rank_that_is_gone_is_missed_by_the_units_name_and_all_ranks_of_its_axis(stage):
+    """At stage 0 too, where a unit is gathered by one rank alone; and what stage 3 asks for is said at stage 3 only."""
+    text, _ = run(deserted, 2, stage, checked=False)
+    assert re.match(r"unit \S+( \+ \S+)? was not summed: a rank of \(0, 1\) did not come \(", text), text
 
 
 class Swapped(nn.Module):
