@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as data, checked, simulated, drawn and run."""
