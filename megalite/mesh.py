@@ -275,19 +275,24 @@ class Mesh:
     def _make(self, name: str, ranks: tuple[int, ...], *, parent: Axis | None = None) -> Axis:
         key = (name, ranks)
         if key not in self._made:
-            group = None
-            if len(ranks) > 1:
-                import torch.distributed as dist
-
-                # Members only: each rank makes exactly one group per axis, so that torch, which names a local group by
-                # how many its process has made, gives all members the same name.
-                group = dist.new_group(list(ranks), timeout=_timeout(), use_local_synchronization=True, group_desc=name)
+            group = make_group(ranks, name) if len(ranks) > 1 else None
             self._made[key] = Axis(name, len(ranks), ranks.index(self.rank), group, ranks, parent)
         return self._made[key]
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.layout.sizes.items() if size > 1)
         return f"Mesh(rank {self.rank} of {self.layout.world_size}: {sizes or 'every axis is 1'})"
+
+
+def make_group(ranks: tuple[int, ...], name: str) -> ProcessGroup:
+    """The process group of these ranks, which alone call this. One rank is legal.
+
+    torch names a group by its ranks and by how many its process has made so far: where some ranks are in no group, they
+    make one of themselves alone, so that all have made equally many; unequal numbers hang.
+    """
+    import torch.distributed as dist
+
+    return dist.new_group(list(ranks), timeout=_timeout(), use_local_synchronization=True, group_desc=name)
 
 
 def _timeout() -> timedelta | None:
