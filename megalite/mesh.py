@@ -181,9 +181,9 @@ def _ravel(at: dict[str, int], order: tuple[str, ...], sizes: dict[str, int]) ->
 class Mesh:
     """All axes of one rank, with their process groups.
 
-    `dp, cp, tp, pp, edp, ep, etp` are the axes of the layout; `world` joins all ranks. `data(spec)` and `view(spec)`
-    give the axes by what a parameter is. Groups that `data` gives carry gradients and nothing else, so that they never
-    interleave with a layer's own collectives.
+    `dp, cp, tp, pp, edp, ep, etp` are the axes of the layout; `world` joins all ranks, `stage` those of one place on
+    pp. `data(spec)` and `view(spec)` give the axes by what a parameter is. Groups that `data` gives carry gradients and
+    nothing else, so that they never interleave with a layer's own collectives.
     """
 
     dp: Axis
@@ -194,14 +194,17 @@ class Mesh:
     ep: Axis
     etp: Axis
     world: Axis
+    stage: Axis
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self.layout = layout
         self.rank = rank
         self._made: dict[tuple[str, tuple[int, ...]], Axis] = {}
+        self._joined: dict[tuple[int, int], Axis] = {}
         for name in layout.sizes:
             setattr(self, name, self.merge(name))
         self.world = self.merge("dp", "cp", "tp", "pp", name="world")
+        self.stage = self.world if layout.pp == 1 else self.merge("dp", "cp", "tp", name="stage")
         self._dense_data = self.merge("dp", "cp", name="dense_data")
         self._expert_data = self.merge("edp", name="expert_data")
 
@@ -263,6 +266,21 @@ class Mesh:
             axis if size == axis.size else make("shards", neighbours),
             make("gathers", neighbours),
         )
+
+    def joins(self, first: int, last: int) -> Axis:
+        """The axis "tie" of two ranks of pp, given by their places on it; of size 1 where this rank is neither.
+
+        Over it weights are tied that two stages hold. Every rank must call it, also those that are left out.
+        """
+        ends = (min(first, last), max(first, last))
+        if not 0 <= ends[0] <= ends[1] < self.pp.size:
+            raise ValueError(f"ranks {first} and {last} of axis pp, of size {self.pp.size}, cannot be joined")
+        if ends not in self._joined:
+            joined = tuple(dict.fromkeys(self.pp.ranks[place] for place in ends))
+            ranks = joined if self.rank in joined else (self.rank,)
+            group = make_group(ranks, "tie") if len(joined) > 1 else None
+            self._joined[ends] = Axis("tie", len(ranks), ranks.index(self.rank), group, ranks)
+        return self._joined[ends]
 
     def data(self, spec: ParamSpec | None = None) -> Axis:
         """The axis over which gradients of such a parameter are summed: dp x cp if dense, edp if expert."""

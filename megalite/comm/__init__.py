@@ -20,7 +20,7 @@ whole tensor once and adds cuts and summands over the ranks. `gather` is for wha
 `all_gather` for what each continues differently (so that their gradients are summands).
 
 The functions here are seen by autograd; `start_*` and `ring_shift` are the collectives under them. On an axis of size 1
-all are the identity.
+all are the identity. Messages between two ranks go on lanes (`open_lanes`, `start_send`, `start_receive`).
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ from megalite.comm.collectives import (
     start_broadcast,
     start_reduce_scatter,
 )
+from megalite.comm.lanes import LaneKey, open_lanes, start_receive, start_send
 from megalite.comm.observe import Call, Observer, observe
 from megalite.mesh import Axis
 
 __all__ = [
     "Call",
+    "LaneKey",
     "Observer",
     "Pending",
     "all_gather",
@@ -52,6 +54,7 @@ __all__ = [
     "copy",
     "gather",
     "observe",
+    "open_lanes",
     "reduce",
     "reduce_scatter",
     "ring_shift",
@@ -60,7 +63,9 @@ __all__ = [
     "start_all_reduce",
     "start_all_to_all",
     "start_broadcast",
+    "start_receive",
     "start_reduce_scatter",
+    "start_send",
 ]
 
 Transform = Callable[[Tensor], Tensor]

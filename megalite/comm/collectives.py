@@ -33,7 +33,7 @@ class Flight(NamedTuple):
     works: Sequence[Any]
 
 
-def _issue(operation: str, axis: Axis, tensors: Sequence[Tensor], start: Callable[[], Any]) -> Flight:
+def issue(operation: str, axis: Axis, tensors: Sequence[Tensor], start: Callable[[], Any]) -> Flight:
     """Hands one collective to the backend, seen by the observers. start: gives torch's work, or a list of them."""
     call = Call(operation, axis, sum(tensor.nbytes for tensor in tensors))
     with seen(call, "issuing", "issued"):
@@ -72,7 +72,7 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum") -> Pending[Tenso
         return Pending.done(x)
     x = x.contiguous()  # collectives refuse strides; the copy, not the caller's tensor, then holds the result
     start = partial(dist.all_reduce, x, op=OPS[op], group=axis.group, async_op=True)
-    return Pending(lambda: x, _issue("all_reduce", axis, [x], start))
+    return Pending(lambda: x, issue("all_reduce", axis, [x], start))
 
 
 def start_all_gather(x: Tensor, axis: Axis, *, dim: int = 0, into: Tensor | None = None) -> Pending[Tensor]:
@@ -88,7 +88,7 @@ def start_all_gather(x: Tensor, axis: Axis, *, dim: int = 0, into: Tensor | None
     shape = (axis.size * part.shape[0], *part.shape[1:])
     whole = part.new_empty(shape) if into is None else into.view(shape)
     start = partial(_all_gather_flat, whole, part, group=axis.group, async_op=True)
-    return Pending(lambda: whole.movedim(0, dim), _issue("all_gather", axis, [part], start))
+    return Pending(lambda: whole.movedim(0, dim), issue("all_gather", axis, [part], start))
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, *, dim: int = 0) -> Pending[Tensor]:
@@ -105,11 +105,11 @@ def start_reduce_scatter(x: Tensor, axis: Axis, *, dim: int = 0) -> Pending[Tens
     if dist.get_backend(axis.group) == "gloo":
         parts = torch.empty_like(whole)
         start = partial(dist.all_to_all_single, parts, whole, group=axis.group, async_op=True)
-        flight = _issue("reduce_scatter", axis, [whole], start)
+        flight = issue("reduce_scatter", axis, [whole], start)
         return Pending(lambda: _sum_in_order(parts.view(axis.size, *share)).movedim(0, dim), flight)
     part = whole.new_empty(share)
     start = partial(_reduce_scatter_flat, part, whole, group=axis.group, async_op=True)
-    return Pending(lambda: part.movedim(0, dim), _issue("reduce_scatter", axis, [whole], start))
+    return Pending(lambda: part.movedim(0, dim), issue("reduce_scatter", axis, [whole], start))
 
 
 def _sum_in_order(parts: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def start_all_to_all(
         axis.part(x.shape[0])
     received = x.new_empty((x.shape[0] if receive is None else sum(receive), *x.shape[1:]))
     start = partial(dist.all_to_all_single, received, x, receive, send, group=axis.group, async_op=True)
-    return Pending(lambda: received, _issue("all_to_all", axis, [x], start))
+    return Pending(lambda: received, issue("all_to_all", axis, [x], start))
 
 
 def ring_shift(tensors: Sequence[Tensor], axis: Axis) -> Pending[list[Tensor]]:
@@ -151,7 +151,7 @@ def ring_shift(tensors: Sequence[Tensor], axis: Axis) -> Pending[list[Tensor]]:
     received = [torch.empty_like(tensor) for tensor in sent]
     ops = [dist.P2POp(dist.isend, x, following, axis.group, tag=i) for i, x in enumerate(sent)]
     ops += [dist.P2POp(dist.irecv, x, before, axis.group, tag=i) for i, x in enumerate(received)]
-    flight = _issue("ring_shift", axis, sent, partial(dist.batch_isend_irecv, ops))
+    flight = issue("ring_shift", axis, sent, partial(dist.batch_isend_irecv, ops))
 
     def finish(sent: list[Tensor] = sent) -> list[Tensor]:  # held here, since `sent` must outlive the transfer
         return received
@@ -164,4 +164,4 @@ def start_broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Pending[Tensor
     if axis.size == 1:
         return Pending.done(x)
     start = partial(dist.broadcast, x, axis.ranks[source], group=axis.group, async_op=True)
-    return Pending(lambda: x, _issue("broadcast", axis, [x], start))
+    return Pending(lambda: x, issue("broadcast", axis, [x], start))

@@ -10,7 +10,8 @@ A wire carries one collective of this rank at a time, in the order in which they
 is noted, the backend does its work meanwhile, and who waits for the result sleeps until the deadline. What is issued
 early enough and waited for late enough costs nothing: that is overlap, and it shows on two cores as on thousands.
 
-Each rank has its own clock: it sees its own bytes, and waits for a late peer as it always does.
+Each rank has its own clock: it sees its own bytes, and waits for a late peer as it always does. A message from one rank
+to another is timed by who reads it: from when it came, if it was waited for; one that was there before has travelled.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from megalite.comm.timeline import Timeline
 from megalite.mesh import Axis
 
 CROSSING: Mapping[str, frozenset[str]] = {
-    "dp": frozenset({"dp", "dense_data", "world"}),
-    "cp": frozenset({"cp", "dense_data", "world"}),
-    "tp": frozenset({"tp", "world"}),
+    "dp": frozenset({"dp", "dense_data", "stage", "world"}),
+    "cp": frozenset({"cp", "dense_data", "stage", "world"}),
+    "tp": frozenset({"tp", "stage", "world"}),
     "pp": frozenset({"pp", "world"}),
-    "edp": frozenset({"edp", "expert_data", "world"}),
-    "ep": frozenset({"ep", "world"}),
-    "etp": frozenset({"etp", "world"}),
+    "edp": frozenset({"edp", "expert_data", "stage", "world"}),
+    "ep": frozenset({"ep", "stage", "world"}),
+    "etp": frozenset({"etp", "stage", "world"}),
 }
 """Axis of a layout -> the mesh's axes that join ranks which differ along it; so do parts of these (`Mesh.divide`)."""
 
@@ -42,10 +43,20 @@ SENT: Mapping[str, Callable[[int, int], float]] = {
     "all_to_all": lambda payload, n: (n - 1) * payload / n,  # equal parts are assumed
     "ring_shift": lambda payload, n: payload,
     "broadcast": lambda payload, n: payload,  # along a chain
+    "receive": lambda payload, n: payload,  # one way; the sender goes on, and the time is its reader's
 }
 """Operation -> bytes that a rank sends of a payload over n ranks, by a ring."""
 
-LANES = {"all_gather": "gathers", "all_reduce": "reductions", "reduce_scatter": "reductions"}
+MESSAGES = frozenset({"send", "receive"})
+BLOCKED_SECONDS = 2e-4
+"""Who waits longer for a message has waited until it came; a shorter wait is that of a message that was there."""
+
+LANES = {
+    "all_gather": "gathers",
+    "all_reduce": "reductions",
+    "reduce_scatter": "reductions",
+    "receive": "messages",
+}
 
 
 class Wire(NamedTuple):
@@ -82,6 +93,19 @@ class Link(Observer):
         self._deadlines: WeakKeyDictionary[Call, float] = WeakKeyDictionary()
 
     def issuing(self, call: Call) -> None:
+        if call.operation not in MESSAGES:
+            self._depart(call)
+
+    def waiting(self, call: Call) -> None:
+        if call.operation == "receive":
+            self._deadlines[call] = time.perf_counter()
+
+    def waited(self, call: Call) -> None:
+        if call.operation == "receive" and time.perf_counter() - self._deadlines.pop(call) > BLOCKED_SECONDS:
+            self._depart(call)
+        self._sleep(call)
+
+    def _depart(self, call: Call) -> None:
         crossed = [axis for axis in self.wires if _root(call.axis).name in CROSSING[axis]]
         if not crossed:
             return
@@ -95,9 +119,6 @@ class Link(Observer):
     def issued(self, call: Call) -> None:
         if not self.overlap:
             self._sleep(call)
-
-    def waited(self, call: Call) -> None:
-        self._sleep(call)
 
     def _sleep(self, call: Call) -> None:
         time.sleep(max(0.0, self._deadlines.get(call, 0.0) - time.perf_counter()))

@@ -61,3 +61,12 @@ def make_units(
             unit.release()
             uses.append((unit, part.modules))
     return uses[::-1], checksums.totals
+
+
+def holders(units: Sequence[Unit], modules: Sequence[nn.Module]) -> dict[Unit, tuple[int, ...]]:
+    """Each unit -> the numbers of the modules that have parameters of it; several where a weight is tied."""
+    inside = [{id(parameter) for parameter in module.parameters()} for module in modules]
+    return {
+        unit: tuple(n for n, keys in enumerate(inside) if any(id(parameter) in keys for parameter in unit.parameters))
+        for unit in units
+    }

@@ -1,16 +1,22 @@
 """When which unit's gradients are summed: in rounds, each in one pinned order.
 
 Ranks that launch a unit when it is ready would sum different units against each other where one of them skips one,
-and no error would tell. So a unit is launched only when all before it have been.
+and no error would tell. So a unit is launched only when all before it in its line have been.
 
 A round is a step at stages 0 and 1 (gradients are kept whole, and summed once) and a micro-batch at stages 2 and 3.
 Arrivals are counted through the step, so one that belongs to a later micro-batch may go along with an earlier round:
 sums commute. What has not arrived when its round must end goes as zeros.
+
+All units stand in one line, unless the modules that hold them are worked on in turns, as a pipeline does with several
+stages on a rank: then each module has a line of its own, which moves only within `last_backward` of that module. All
+ranks take those turns in the same order, so they launch in the same order too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,29 +26,67 @@ from megalite.mesh import Mesh
 from megalite.zero.unit import Slot, Unit
 
 
-class Reductions:
-    """Launches units as their gradients come. units: in the order of launch, all of one stage but for the root."""
+@dataclass(eq=False)
+class Line:
+    """Units that are launched one after the other, round by round. holders: the numbers of the modules that have them.
 
-    def __init__(self, units: Sequence[Unit], *, mesh: Mesh, stage: int) -> None:
-        self.units, self.mesh = list(units), mesh
+    round, index: which unit comes next; ended: of each holder, how many of its micro-batches are over.
+    """
+
+    units: list[Unit]
+    holders: tuple[int, ...]
+    round: int = 0
+    index: int = 0
+    ended: dict[int, int] = field(default_factory=dict)
+
+    def open(self) -> None:
+        self.round = self.index = 0
+        self.ended = dict.fromkeys(self.holders, 0)
+
+
+class Reductions:
+    """Launches units as their gradients come.
+
+    holders: each unit, in the order of launch, with the numbers of the modules that hold it.
+    """
+
+    def __init__(self, holders: Mapping[Unit, Sequence[int]], *, mesh: Mesh, stage: int) -> None:
+        self.units, self.mesh = list(holders), mesh
         self.by_microbatch = stage >= 2
         self.bounded = stage >= 1  # one reduction in flight, since each needs memory of its own
-        self.microbatches = self.rounds = self.round = self.index = self.passes = 0
+        self.microbatches = self.rounds = self.passes = 0
         self.is_learning = True  # until the first step has shown how often each gradient arrives
+        self._together = [Line(self.units, ())]
+        apart: dict[tuple[int, ...], list[Unit]] = {}
+        for unit, numbers in holders.items():
+            apart.setdefault(tuple(numbers), []).append(unit)
+        self._apart = [Line(units, numbers) for numbers, units in apart.items()]
+        self.lines = self._together
+        self._line_of: dict[Unit, Line] = {}
+        self._moving: Line | None = None  # the only line that arrivals move, where modules take turns
         self._in_flight: list[Unit] = []
 
-    def open(self, microbatches: int) -> None:
-        """A new step of so many micro-batches."""
+    @property
+    def in_turns(self) -> bool:
+        return self.lines is self._apart
+
+    def open(self, microbatches: int, *, in_turns: bool = False) -> None:
+        """A new step of so many micro-batches. in_turns: `last_backward` says when one is over, for each module."""
         self.microbatches = microbatches
         self.rounds = microbatches if self.by_microbatch else 1
-        self.round = self.index = self.passes = 0
-        for unit in self.units:
-            unit.open()
-            self._begin_round(unit, 0)
+        self.passes = 0
+        self.lines = self._apart if in_turns else self._together
+        self._moving = None
+        for line in self.lines:
+            line.open()
+            for unit in line.units:
+                self._line_of[unit] = line
+                unit.open()
+                self._begin_round(unit, 0)
 
     def may_arrive(self, slot: Slot) -> bool:
         """Whether one more gradient of a parameter can still be summed in this step."""
-        return slot.unit.is_open or (self.by_microbatch and slot.rate is None)
+        return slot.unit.is_open or (self.by_microbatch and slot.rate is None and not self.in_turns)
 
     def put(self, slot: Slot, gradient: Tensor) -> None:
         """A gradient goes into its unit, and with it whatever is complete now on its way."""
@@ -50,19 +94,37 @@ class Reductions:
         if slot.arrivals == slot.due:
             slot.unit.missing -= 1
             if not slot.unit.missing:
-                self._launch_ready()
+                self._launch_ready(self._line_of[slot.unit])
 
     def passed(self) -> None:
         """A backward pass has ended: what it did not bring will not come, unless it was put off."""
         self.passes += 1
-        if self.by_microbatch:
-            self._launch_ready()
+        if self.by_microbatch and not self.in_turns:
+            self._launch_ready(self.lines[0])
+
+    @contextmanager
+    def last_backward(self, holder: int) -> Iterator[None]:
+        """In the block the last gradients of a module's micro-batch arrive; after it, that micro-batch is over."""
+        assert self.in_turns, "the step was opened for modules that do not take turns"
+        self._moving = next((line for line in self.lines if line.holders == (holder,)), None)
+        if self._moving is not None:
+            self._launch_ready(self._moving)
+        yield
+        self._moving = None
+        for line in self.lines:
+            if holder in line.holders:
+                line.ended[holder] += 1
+                over = min(line.ended.values())
+                due = over if self.by_microbatch else int(over == self.microbatches)
+                while line.round < due:
+                    self._launch(line)
 
     def finish(self) -> None:
         """Everything is summed; the first time, the arrivals seen become the rates that are expected from now on."""
-        while self.round < self.rounds:
-            self._launch()
-        if self.is_learning:
+        for line in self.lines:
+            while line.round < self.rounds:
+                self._launch(line)
+        if self.is_learning and not self.in_turns:
             self._launch_leftovers()
         self._land()
         for pending in [unit.settle() for unit in self.units]:
@@ -79,28 +141,31 @@ class Reductions:
             slot.due = (slot.rate or 1) * (number + 1) if self.by_microbatch else (slot.rate or 0) * self.microbatches
             unit.missing += slot.due == 0 or slot.arrivals < slot.due
 
-    def _is_ready(self, unit: Unit) -> bool:
+    def _is_ready(self, line: Line) -> bool:
+        unit = line.units[line.index]
+        if self.in_turns:
+            return line is self._moving and not unit.missing and not self.is_learning
         if not unit.missing:
             return True
-        if not self.by_microbatch or self.passes <= self.round:
+        if not self.by_microbatch or self.passes <= line.round:
             return False
         # The pass is over: a gradient whose count is known is waited for (a split backward brings it later).
         waiting = (slot for slot in unit.slots if slot.arrivals < slot.due)
         return all(not slot.rate and not slot.promised for slot in waiting)
 
-    def _launch_ready(self) -> None:
-        while self.round < self.rounds and self._is_ready(self.units[self.index]):
-            self._launch()
+    def _launch_ready(self, line: Line) -> None:
+        while line.round < self.rounds and self._is_ready(line):
+            self._launch(line)
 
-    def _launch(self) -> None:
-        """The next unit in the order."""
-        unit = self.units[self.index] if self.units else None
+    def _launch(self, line: Line) -> None:
+        """The next unit of a line."""
+        unit = line.units[line.index] if line.units else None
         if unit is not None:
             self._start(unit)
-            self._begin_round(unit, self.round + 1)
-        self.index += 1
-        if self.index >= len(self.units):
-            self.index, self.round = 0, self.round + 1
+            self._begin_round(unit, line.round + 1)
+        line.index += 1
+        if line.index >= len(line.units):
+            line.index, line.round = 0, line.round + 1
 
     def _start(self, unit: Unit) -> None:
         if self.bounded:
@@ -119,7 +184,7 @@ class Reductions:
             return
         written = [any(slot.written for slot in unit.slots) for unit in self.units]
         device = self.units[0].weights.tensor.device
-        anywhere = start_all_reduce(torch.tensor(written, dtype=torch.int64, device=device), self.mesh.world, op="max")
+        anywhere = start_all_reduce(torch.tensor(written, dtype=torch.int64, device=device), self.mesh.stage, op="max")
         for unit, left in zip(self.units, anywhere.wait().tolist(), strict=True):
             if left:
                 self._start(unit)

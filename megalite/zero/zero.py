@@ -27,7 +27,7 @@ from megalite.comm import start_all_gather, start_all_reduce
 from megalite.mesh import Mesh
 from megalite.zero.agreement import require_agreement
 from megalite.zero.gathering import DISORDER, Gathering
-from megalite.zero.making import make_units, require_real
+from megalite.zero.making import holders, make_units, require_real
 from megalite.zero.matrix_update import MatrixRule
 from megalite.zero.norm import squared_norm_share, sum_partial
 from megalite.zero.partition import Held, held_parameters
@@ -103,7 +103,8 @@ class Zero:
         self.skipped = 0  # steps left out because the gradient was not finite
         self._slots = [slot for unit in self.units for slot in unit.slots]
         self._verifier = Verifier(self._slots, mesh=mesh, device=self.device) if verify else None
-        self._reductions = Reductions(self.units, mesh=mesh, stage=stage)
+        self._modules = modules
+        self._reductions = Reductions(holders(self.units, modules), mesh=mesh, stage=stage)
         kept_apart = [(unit, modules) for unit, modules in uses if unit.is_sharded]
         how: dict[str, Any] = {"prefetch": prefetch, "reshard": reshard, "compares": verify}
         self._passes = Passes(_ending(weakref.ref(self)))
@@ -135,9 +136,10 @@ class Zero:
     def lr(self, value: float) -> None:
         self._update.lr = value
 
-    def begin(self, *, microbatches: int) -> None:
+    def begin(self, *, microbatches: int, in_turns: bool = False) -> None:
         """Opens a step of so many micro-batches; it may differ from step to step.
 
+        in_turns: the stages are worked on one at a time, as a pipeline does, and `last_backward` says when.
         Raises RuntimeError if a parameter is no longer the view that is trained, or was frozen or unfrozen, since
         this object was built, or if weights were written that are only copies of masters.
         """
@@ -148,9 +150,18 @@ class Zero:
         self._watch.require_unchanged()
         self._microbatches, self._reduced = microbatches, False
         self._passes.forget()
-        self._reductions.open(microbatches)
+        self._reductions.open(microbatches, in_turns=in_turns)
         if self._verifier is not None:
             self._verifier.open()
+
+    @contextmanager
+    def last_backward(self, stage: nn.Module) -> Iterator[None]:
+        """In the block the last gradients of a micro-batch of one of the stages arrive: what is to be summed is summed
+        from within it on. For steps that were opened with in_turns; every data rank enters the same blocks in the same
+        order.
+        """
+        with self._reductions.last_backward(next(n for n, module in enumerate(self._modules) if module is stage)):
+            yield
 
     def _arrive(self, slot: Slot, parameter: Tensor) -> None:
         """One gradient is in `parameter.grad`, or none: a layer that puts its weight's gradient off fires empty."""
