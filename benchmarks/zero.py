@@ -113,7 +113,7 @@ def torchs(work: Work, stage: int) -> Training:
 def sharded(model: GPT, stage: int) -> nn.Module:
     """Under FSDP2, in place."""
     options = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),)), "reshard_after_forward": stage == 3}
-    for unit in (model.embedding, *model.blocks, [model.norm, model.head]):
+    for unit in (model.embedding, *model.blocks.values(), [model.norm, model.head]):
         fully_shard(unit, **options)
     fully_shard(model, **options)
     return model

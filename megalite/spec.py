@@ -198,20 +198,25 @@ def _plain(parameter: Tensor, leaf: str, owner: nn.Module) -> ParamSpec:
     return ParamSpec(shape, None, decay=len(shape) > 1, matrices=matrices)
 
 
-def init_parameters(module: nn.Module, seed: int, *, device: torch.device | str = "cpu") -> None:
+def init_parameters(module: nn.Module | Iterable[nn.Module], seed: int, *, device: torch.device | str = "cpu") -> None:
     """Draws every declared parameter from (seed, logical name): the same weights for every layout and precision.
 
-    Parameters on the meta device are made on `device` first, shared ones staying shared. Plain
-    parameters keep their values; a plain one on meta is a ValueError, since nothing says how it begins.
+    module: one, or the stages of one model. Parameters on the meta device are made on `device` first, shared ones
+    staying shared, between stages too. Plain parameters keep their values; a plain one on meta is a ValueError, since
+    nothing says how it begins.
     """
+    modules = [module] if isinstance(module, nn.Module) else list(module)
     made: dict[int, nn.Parameter] = {}
-    for name, parameter, spec in list(_walk(module)):
+    walked: dict[int, tuple[str, nn.Parameter, ParamSpec]] = {}
+    for found in (found for one in modules for found in _walk(one)):
+        walked.setdefault(id(found[1]), found)
+    for name, parameter, spec in walked.values():
         if parameter.is_meta:
             made[id(parameter)] = _materialise(parameter, device, name, spec)
             parameter = made[id(parameter)]
         if spec.init is not None:
             draw_(parameter, spec, seed=seed, name=name)
-    for owner in module.modules():
+    for owner in (owner for one in modules for owner in one.modules()):
         for leaf, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) in made:
                 owner.register_parameter(leaf, made[id(parameter)])

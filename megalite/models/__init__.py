@@ -1,4 +1,5 @@
-"""Models: their shapes (`config`, no torch), what one backward pass works on (`microbatch`), GPT and deep MLP."""
+"""Models: their shapes (`config`, no torch), what one backward pass works on (`microbatch`), GPT and deep MLP,
+whole or as the stages of a pipeline (`part`, no torch; `build`)."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megalite.models.build import stages
     from megalite.models.config import GPTConfig, MLPConfig, RopeScaling
     from megalite.models.gpt import GPT
     from megalite.models.microbatch import Microbatch, VectorMicrobatch
     from megalite.models.mlp import MLP
+    from megalite.models.part import Part
 
-__all__ = ["GPT", "MLP", "GPTConfig", "MLPConfig", "Microbatch", "RopeScaling", "VectorMicrobatch"]
+__all__ = ["GPT", "MLP", "GPTConfig", "MLPConfig", "Microbatch", "Part", "RopeScaling", "VectorMicrobatch", "stages"]
 
 _HOME = {
     "GPT": "gpt",
@@ -19,8 +22,10 @@ _HOME = {
     "GPTConfig": "config",
     "MLPConfig": "config",
     "Microbatch": "microbatch",
+    "Part": "part",
     "RopeScaling": "config",
     "VectorMicrobatch": "microbatch",
+    "stages": "build",
 }
 
 

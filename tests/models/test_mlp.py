@@ -44,8 +44,8 @@ def outcome(layers: int, tp: int) -> tuple[Tensor, list[Tensor], list[tuple[slic
         loss = model(None, batch)
     with count() as backward:
         loss.backward()
-    gradients = [layer.weight.grad for layer in model.layers]
-    boxes = [layer.specs["weight"].box() for layer in model.layers]
+    gradients = [layer.weight.grad for layer in model.layers.values()]
+    boxes = [layer.specs["weight"].box() for layer in model.layers.values()]
     return loss.detach(), gradients, boxes, forward.calls(), backward.calls()
 
 
@@ -72,6 +72,6 @@ def test_the_nonlinearity_is_the_configs(act):
     model = MLP(MLPConfig(hidden_size=HIDDEN, num_hidden_layers=2, hidden_act=act), dtype=torch.float64)
     init_parameters(model, seed=0)
     x = draw(BATCH, HIDDEN)
-    for layer in model.layers:
+    for layer in model.layers.values():
         x = getattr(F, act)(x @ layer.weight.t())
     assert_equal(model.outputs(draw(BATCH, HIDDEN)).detach(), x.detach(), act)
