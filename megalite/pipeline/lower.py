@@ -136,33 +136,34 @@ def check(schedule: Schedule) -> Lowered:
     for rank in range(schedule.ranks):
         _check_complete(schedule, rank)
     lowered = lower(schedule)
-    in_order(schedule)
+    in_order(lowered)
     _check_lanes(lowered)
     _check_peaks(schedule)
     return lowered
 
 
-def in_order(schedule: Schedule) -> list[Action]:
-    """All actions in one order in which they can run, each rank's in that of its row; time and space O(actions).
+def in_order(lowered: Lowered) -> list[tuple[int, Step]]:
+    """(rank, step) of all actions, in one order in which they can run, each rank's in that of its row; O(actions).
 
     Raises ValueError, with the circle of ranks that wait for one another, where there is none.
     """
-    order: list[Action] = []
+    schedule = lowered.schedule
+    order: list[tuple[int, Step]] = []
     done: set[Action] = set()
     place = [0] * schedule.ranks
     waiting: dict[Action, list[int]] = {}  # what is missing -> the ranks that stand still for it
     awake = list(reversed(range(schedule.ranks)))
     while awake:
         rank = awake.pop()
-        row = schedule.rows[rank]
+        row = lowered.rows[rank]
         while place[rank] < len(row):
-            action = row[place[rank]]
+            action = (step := row[place[rank]]).action
             missing = next((need for need in needs(action, schedule.stages) if need not in done), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
             place[rank] += 1
-            order.append(action)
+            order.append((rank, step))
             done.add(result := result_of(action))
             awake += waiting.pop(result, ())
     if waiting:
