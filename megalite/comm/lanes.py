@@ -58,7 +58,7 @@ def _rounds(lanes: Iterable[LaneKey]) -> list[dict[tuple[int, int], Sequence[Lan
 
 
 def start_send(x: Tensor, lane: Axis) -> Pending[None]:
-    """Sends x, contiguous, along a lane; `wait()` returns when the reader has begun to take it, and x may be written."""
+    """Sends x, contiguous, along a lane; `wait()` returns once the reader takes it, and x may be written again."""
     assert lane.rank == 0, "the reader of a lane sends nothing on it"
     start = partial(dist.isend, x, lane.ranks[1], lane.group)
     flight = issue("send", lane, [x], start)
