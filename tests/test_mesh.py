@@ -238,6 +238,37 @@ def test_an_axis_divides_into_an_outer_and_an_inner_one():
     run(_divided, 4)
 
 
+def _joined() -> None:
+    mesh = Mesh.build(Layout(pp=4))
+    place = mesh.pp.rank
+    ends, others = mesh.joins(0, 3), mesh.joins(1, 3)
+    assert ends.name == others.name == "tie"
+    assert ends.ranks == ((0, 3) if place in (0, 3) else (place,))
+    assert others.ranks == ((1, 3) if place in (1, 3) else (place,))
+    assert mesh.joins(3, 0) is ends
+    # Of four ranks two have made a group for each axis, and the next group that joins unlike ranks does not come about
+    # unless the two others have made as many.
+    halves = mesh.divide(mesh.pp, 2)
+    for axis in (ends, others, *halves, mesh.merge("dp", "pp")):
+        assert _members(axis) == axis.ranks if axis.group else axis.size == 1
+    alone = mesh.joins(2, 2)
+    assert (alone.name, alone.size, alone.group) == ("tie", 1, None)
+    with pytest.raises(ValueError, match="ranks 1 and 4 of axis pp, of size 4, cannot be joined"):
+        mesh.joins(1, 4)
+
+
+def test_two_ranks_of_the_pipeline_are_joined_and_all_make_equally_many_groups():
+    run(_joined, 4)
+
+
+def _joined_columns() -> tuple[int, ...]:
+    return Mesh.build(Layout(tp=2, pp=2)).joins(0, 1).ranks
+
+
+def test_each_column_of_stages_is_joined_by_itself():
+    assert run(_joined_columns, 4) == [(0, 2), (1, 3), (0, 2), (1, 3)]
+
+
 def _wrong_world() -> None:
     with pytest.raises(ValueError, match=r"the layout has 4 ranks, and 2 are running$"):
         Mesh.build(Layout(tp=4))
