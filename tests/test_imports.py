@@ -266,6 +266,8 @@ WITHOUT_TORCH = [
     "megalite.train.config",
     "megalite.train.launch",
     "megalite.train.expect",
+    "megalite.pipeline.split",
+    "megalite.pipeline.command",  # and with it schedule, the catalogue, lower, simulate and draw
 ]
 
 

@@ -93,7 +93,7 @@ def text(timeline: Timeline, *, width: int = 100, colour: bool = False) -> str:
     lines, left, total = [], 0, max(map(len, rows))
     while left < total:
         right = total if left + width >= total else _cut(rows, left, left + width)
-        first, last = (_number(begin + Fraction(edge) / scale) for edge in (left, right))
+        first, last = (number(begin + Fraction(edge) / scale) for edge in (left, right))
         lines.append(" " * margin + first + last.rjust(right - left - len(first)))
         for rank, row in enumerate(rows):
             lines.append((f"rank {rank} ".ljust(margin) + _paint(row[left:right], colour)).rstrip())
@@ -166,9 +166,9 @@ def _escape(its_look: Look) -> str:
     return f"\x1b[0;{37 if its_look.ink == WHITE else 30};48;2;{red};{green};{blue}m"
 
 
-def _number(number: Number) -> str:
+def number(value: Number) -> str:
     """At most four decimals, none that say nothing."""
-    return f"{float(number):.4f}".rstrip("0").rstrip(".")
+    return f"{float(value):.4f}".rstrip("0").rstrip(".")
 
 
 # Pictures
@@ -229,7 +229,7 @@ def svg(timeline: Timeline, *, title: str = "") -> str:
             parts.append(_filled(GREY, MARGIN + left * scale, y + ROW / 2 - 1, (right - left) * scale, 2))
         parts += [_boxed(box, MARGIN + box.left * scale, y, box.length * scale) for box in mine]
     parts.append(_written("0", MARGIN, below + FONT))
-    parts.append(_written(_number(timeline.makespan), MARGIN + time * scale, below + FONT, anchor="end"))
+    parts.append(_written(number(timeline.makespan), MARGIN + time * scale, below + FONT, anchor="end"))
     for place, (its_look, meaning) in enumerate(entries):
         y = below + 2 * FONT + place * ROW
         parts.append(_filled(its_look.fill, MARGIN, y, ROW, FONT + 3) + _written(meaning, MARGIN + 1.5 * ROW, y + FONT))
@@ -241,7 +241,7 @@ def _boxed(box: Box, x: float, y: float, width: float) -> str:
     drawn = _filled(box.look.fill, x, y, width, ROW, line=BLACK if box.paired else WHITE)
     if width >= 0.7 * FONT * len(label):
         drawn += _written(label, x + width / 2, y + 0.7 * ROW, anchor="middle", ink=box.look.ink)
-    times = f"{box.action}: {_number(box.left)} to {_number(box.left + box.length)}"
+    times = f"{box.action}: {number(box.left)} to {number(box.left + box.length)}"
     return f"<g><title>{times}</title>{drawn}</g>"
 
 
