@@ -19,37 +19,32 @@ def main(config: Config, world: launch.World) -> None:
     from megalite.train.finite import LossScale
     from megalite.train.log import Log
     from megalite.train.memory_measure import measured_memory
-    from megalite.train.model import build_model, build_zero
+    from megalite.train.model import build_pipeline, build_stages, build_zero
     from megalite.train.optim import learning_rate
     from megalite.train.profile import Profile
 
     mesh, device = Mesh.build(config.layout.fit(world.size)), world.device
-    model = build_model(config, mesh=mesh)
+    stages = build_stages(config, mesh=mesh)
     with open_batches(config, dp=mesh.dp, device=device, cache_dir=world.cache_dir) as batches:
         log = Log(batches.pinned(config), world=world, mesh=mesh)
         log.header(data=batches.describe(), baselines=batches.baselines)
-        zero, scale = build_zero(config, model, mesh=mesh, device=device), LossScale.of(config.precision.compute)
-        with Profile(config, world.rank, zero=zero, model=model) as profile, log, measured_memory(log, model, zero):
+        zero, scale = build_zero(config, stages, mesh=mesh, device=device), LossScale.of(config.precision.compute)
+        with Profile(config, world.rank, zero=zero, stages=stages) as profile, log, measured_memory(log, stages, zero):
+            pipeline = build_pipeline(config, stages, mesh=mesh, around=profile.range)
             for step in range(1, config.last_step + 1):
                 world.at(step)
                 profile.at(step)
                 batch = log.read(batches.training, step)
                 count = start_count(batch, mesh=mesh, device=device)
                 zero.lr = learning_rate(config.optim, step, steps=config.steps)
-                zero.begin(microbatches=len(batch))
-                losses = []
-                for number, microbatch in enumerate(batch):
-                    with profile.range(f"F{number}"):
-                        loss = model(None, microbatch) / count.wait()
-                    with profile.range(f"BW{number}"):
-                        (loss * scale.value).backward()
-                    losses.append(loss.detach().double())
+                zero.begin(microbatches=len(batch), in_turns=True)
+                loss = pipeline.step(batch, denominator=count, loss_scale=scale.value, last_backward=zero.last_backward)
                 grad_norm = zero.step(max_norm=config.optim.max_norm, loss_scale=scale.value)
-                loss = start_all_reduce(sum(losses), mesh.data()).wait()
+                loss = start_all_reduce(loss, mesh.data()).wait()
                 metrics = {"train/loss": loss.item(), "train/grad_norm": grad_norm.item(), "train/lr": zero.lr}
                 metrics |= scale.metrics() | log.measured(step)
                 if config.evaluates(step):
-                    metrics |= evaluate(model, batches.validation(), mesh=mesh)
+                    metrics |= evaluate(pipeline, batches.validation(), mesh=mesh)
                 log.step(step, metrics)
                 scale.see(step, metrics["train/grad_norm"])
             log.summary(skipped=zero.skipped)

@@ -68,6 +68,11 @@ class Pipeline:
         if isinstance(schedule, Schedule):
             self.prepare(schedule.microbatches)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the stages are."""
+        return next((p.device for stage in self.stages.values() for p in stage.parameters()), torch.device("cpu"))
+
     def prepare(self, microbatches: int) -> Schedule:
         """The schedule for so many micro-batches, checked; every rank calls it, as the first one opens the lanes."""
         if microbatches not in self._made:
@@ -129,7 +134,7 @@ class Pipeline:
         return start_all_reduce(run.loss, self.pp).wait()
 
     def _run(self, lowered: Lowered, microbatches: Sequence[Any]) -> _Run:
-        device = next((p.device for stage in self.stages.values() for p in stage.parameters()), torch.device("cpu"))
+        device = self.device
         forms = [form_of(microbatch) for microbatch in microbatches]
         post = Post(lowered, self.pp.rank, lanes=self._lanes, forms=self._forms, microbatches=forms, device=device)
         return _Run(self, lowered, microbatches, post, torch.zeros((), dtype=torch.float64, device=device))

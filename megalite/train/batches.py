@@ -15,9 +15,10 @@ one, and each step's loss is divided by the number of its own labels that count 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -35,7 +36,7 @@ from megalite.models.microbatch import Microbatch, VectorMicrobatch
 from megalite.train.config import Config
 from megalite.train.prefetch import Prefetch
 from megalite.train.sources import open_data
-from megalite.train.spans import Span, span_at, spans_of
+from megalite.train.spans import Span, micro_batch, span_at, spans_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -48,10 +49,10 @@ FIRST_VALIDATION_VECTOR = 1 << 62  # vectors are endless: those that training ne
 
 @dataclass(frozen=True)
 class Share:
-    """Which sample numbers this data rank reads, and where its tensors go."""
+    """Which sample numbers this data rank reads, and where its tensors go. micro_batch: global batch -> of one pass."""
 
     spans: Sequence[Span]
-    micro_batch_size: int | None
+    micro_batch: Callable[[int], int]
     dp: Axis
     device: str
 
@@ -60,7 +61,7 @@ class Share:
         return shard(
             samples_consumed,
             global_batch_size=batch,
-            micro_batch_size=self.micro_batch_size or batch // self.dp.size,
+            micro_batch_size=self.micro_batch(batch),
             dp_size=self.dp.size,
             dp_rank=self.dp.rank,
         )
@@ -253,7 +254,7 @@ def start_count(batch: Batch, *, mesh: Mesh, device: str) -> Pending[Tensor]:
 
 def open_batches(config: Config, *, dp: Axis, device: str, cache_dir: Path) -> TokenBatches | VectorBatches:
     """The data that the model of this configuration learns from, to be left at its end. DataError as `TokenBatches`."""
-    share = Share(spans_of(config), config.micro_batch_size, dp, device)
+    share = Share(spans_of(config), partial(micro_batch, config), dp, device)
     if isinstance(config.model, GPTConfig):
         return TokenBatches(config, share, cache_dir)
     return VectorBatches(config, share)

@@ -11,8 +11,10 @@ from typing import Any
 
 from megalite.mesh import Layout
 from megalite.models.config import MLPConfig, divisors
-from megalite.train.config import Config, LinkConfig, PipelineConfig, ProfileConfig, ZeroConfig
-from megalite.train.spans import RAMPED, spans_of
+from megalite.pipeline import lower
+from megalite.train.config import Config, LinkConfig, ProfileConfig, ZeroConfig
+from megalite.train.placement import placement
+from megalite.train.spans import RAMPED, microbatches, spans_of
 from megalite.train.strict import flatten
 
 POSITIVE = (
@@ -64,12 +66,13 @@ def check(config: Config, world_size: int) -> Config:
     _check_precision(config)
     _check_profile(config.profile, layout, steps=config.last_step)
     _check_link(config.link, layout)
-    return replace(config, layout=replace(config.layout, dp=layout.dp, sequence_parallel=sequence_parallel))
+    config = replace(config, layout=replace(config.layout, dp=layout.dp, sequence_parallel=sequence_parallel))
+    _check_pipeline(config)
+    return config
 
 
 def _refuse_unbuilt(config: Config) -> None:
-    built: dict[str, Any] = {f"layout.{axis}": 1 for axis in ("cp", "pp", "ep", "etp")}
-    built |= {"pipeline.schedule": PipelineConfig().schedule, "pipeline.virtual_stages": 1}
+    built: dict[str, Any] = {f"layout.{axis}": 1 for axis in ("cp", "ep", "etp")}
     built |= {"checkpoint.every": 0}
     for key, legal in built.items():
         group, name = key.split(".")
@@ -173,6 +176,18 @@ def _check_batch(batch: int, micro: int | None, layout: Layout) -> None:
             f"global_batch_size={batch} is not a multiple of layout.dp x micro_batch_size = {layout.dp} x {micro} = "
             f"{layout.dp * micro}; take micro_batch_size from {divisors(share)}"
         )
+
+
+def _check_pipeline(config: Config) -> None:
+    """Its stages, and a schedule for every number of micro-batches that a ramp brings."""
+    stages = placement(config)
+    for span in spans_of(config):
+        try:
+            lower.check(stages.schedule(microbatches(config, span)))
+        except ValueError as error:
+            if span.first_step == 1:
+                raise
+            raise ValueError(f"from step {span.first_step} on {error}") from error
 
 
 def _check_data(config: Config) -> None:

@@ -67,10 +67,22 @@ class ZeroConfig:
 
 @dataclass
 class PipelineConfig:
-    """The order in which pipeline stages work, and how many stages a rank holds."""
+    """The order in which pipeline stages work, how many a rank holds, and which layers each has.
+
+    schedule: a name of megalite/pipeline/catalogue.py (`python -m megalite.pipeline --all` shows them), or a file: a
+    line for each rank, as in F0@0 BW0@0.
+    virtual_stages: stages a rank; null = what the schedule implies: 1, or 2 for looped and V ones.
+    group: the least micro-batches that go through a stage before a looped schedule turns to the next; null = pp.
+    split: layers of each stage; null = as even as can be, where embedding and head count as embedding_layers and
+    head_layers of the first and the last stage.
+    """
 
     schedule: str = "1f1b"
-    virtual_stages: int = 1
+    virtual_stages: int | None = None
+    group: int | None = None
+    split: list[int] | None = None
+    embedding_layers: int = 0
+    head_layers: int = 0
 
 
 @dataclass
@@ -282,7 +294,8 @@ class Config:
 
     seq_len: tokens in a sequence. global_batch_size: sequences in a step, over all ranks.
     seq_len_ramp, global_batch_size_ramp: [[step, value], ...]: from that step on this value, until the next.
-    micro_batch_size: sequences in one pass of one rank; null = as many as the batch gives it.
+    micro_batch_size: sequences in one pass of one rank; null = as many as the batch gives it, or, with layout.pp > 1,
+    as leave the pipeline 4 x layout.pp micro-batches.
     steps: length of the learning-rate schedule. stop_after: end after so many of them; null = after all.
     recompute: none keeps all activations; full keeps a layer's input alone and computes the rest again in backward;
     selective does so for recompute_ops only, [] being the core of attention. In every recompute_every-th layer.

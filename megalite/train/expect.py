@@ -18,7 +18,7 @@ from megalite.cost.published import layer_activations
 from megalite.cost.weights import Cut
 from megalite.models.config import MLPConfig
 from megalite.train.config import Config
-from megalite.train.spans import Span, spans_of
+from megalite.train.spans import Span, micro_batch, microbatches, spans_of
 from megalite.train.strict import ConfigError
 
 GIB = 2**30
@@ -61,9 +61,10 @@ def training_of(config: Config, span: Span, *, on_cpu: bool = True, shard_rank: 
     sharing = sharing_of(config, rank=shard_rank)
     # Of muon and adafactor a bound: they keep less of matrices.
     moments = int(optim.betas[0] > 0) if optim.name == "sgd" else 2
-    microbatches = span.global_batch_size // (config.layout.dp * micro_batch(config, span))
     held = state(config.model, cut, sharing, recipe, moments=moments)
-    return Training(config.model, cut, pass_of(config, span, on_cpu=on_cpu), sharing, recipe, microbatches, held)
+    return Training(
+        config.model, cut, pass_of(config, span, on_cpu=on_cpu), sharing, recipe, microbatches(config, span), held
+    )
 
 
 def recipe_of(config: Config) -> Recipe:
@@ -92,11 +93,11 @@ def sent_bytes(config: Config, span: Span, *, shard_rank: int = 0) -> dict[str, 
     """Axis -> bytes that each rank sends in a step of this span. The arguments are those of `expected_memory`."""
     layout = config.layout
     assert layout.dp is not None, "check() fills it in"
-    batch = micro_batch(config, span)
+    batch = micro_batch(config, span.global_batch_size)
     full = _recomputed_layers(config) if config.recompute == "full" else 0
     mlps = _recomputed_layers(config) if config.recompute == "selective" and "mlp" in config.recompute_ops else 0
     step = Step(
-        microbatches=span.global_batch_size // (layout.dp * batch),
+        microbatches=microbatches(config, span),
         tokens=batch * (span.seq_len if span.has_sequences else 1),
         value_bytes=VALUE_BYTES[config.precision.compute],
         gradient_bytes=recipe_of(config).gradients,
@@ -112,12 +113,6 @@ def sent_bytes(config: Config, span: Span, *, shard_rank: int = 0) -> dict[str, 
 
 def operations_per_token(config: Config, span: Span) -> float:
     return flops_per_token(config.model, seq_len=span.seq_len)
-
-
-def micro_batch(config: Config, span: Span) -> int:
-    """Sequences in one pass of one rank, null resolved."""
-    assert config.layout.dp is not None, "check() fills it in"
-    return config.micro_batch_size or span.global_batch_size // config.layout.dp
 
 
 def require_memory(config: Config, available: int | None) -> None:
@@ -203,7 +198,7 @@ def published_activations(training: Training) -> float:
 def pass_of(config: Config, span: Span, *, on_cpu: bool = True) -> Pass:
     """One micro-batch of a span of steps."""
     return Pass(
-        batch=micro_batch(config, span),
+        batch=micro_batch(config, span.global_batch_size),
         seq_len=span.seq_len,
         value_bytes=VALUE_BYTES[config.precision.compute],
         recompute=config.recompute,

@@ -11,8 +11,8 @@ from megalite.data import Baselines
 from megalite.mesh import Layout
 from megalite.models.config import GPTConfig
 from megalite.train.config import Config, LinkConfig
-from megalite.train.expect import Memory, expected_memory, micro_batch, operations_per_token, sent_bytes
-from megalite.train.spans import Span, spans_of
+from megalite.train.expect import Memory, expected_memory, operations_per_token, sent_bytes
+from megalite.train.spans import Span, micro_batch, microbatches, spans_of
 
 SHOWN = 4
 """Groups of ranks along an axis, ranks of a group, and spans of steps, that are written out."""
@@ -121,9 +121,8 @@ def describe_batches(config: Config) -> list[str]:
 
 def describe_batch(config: Config, span: Span) -> str:
     assert config.layout.dp is not None, "check() fills it in"
-    micro = micro_batch(config, span)
-    microbatches = span.global_batch_size // (config.layout.dp * micro)
-    each = f"{config.layout.dp} data ranks x {microbatches} micro-batches x {micro}"
+    micro = micro_batch(config, span.global_batch_size)
+    each = f"{config.layout.dp} data ranks x {microbatches(config, span)} micro-batches x {micro}"
     if not span.has_sequences:
         return f"{span.global_batch_size} vectors a step: {each}"
     of = f"{span.global_batch_size} sequences x {span.seq_len} = {span.tokens_per_step:,} tokens a step"

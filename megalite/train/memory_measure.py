@@ -1,6 +1,6 @@
 """What a rank really holds, by kind, beside what `megalite.train.expect` says: measured in the first two steps.
 
-    with measured_memory(log, model, zero): ...the steps...
+    with measured_memory(log, stages, zero): ...the steps...
 
 | what                      | when                                | how                                    |
 |---------------------------|-------------------------------------|----------------------------------------|
@@ -15,7 +15,7 @@ Nothing is measured after that, and no bit of a run changes. Equal to the byte b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -184,7 +184,7 @@ class PeakRecording:
     """From construction to `stop`: the most that the CPU has allocated, on top of what Zero held when it began."""
 
     def __init__(self, model: nn.Module, zero: Zero) -> None:
-        self.before = sum(held.nbytes for held in held_storages(zero, model).values())
+        self.before = sum(held.nbytes for held in held_storages(zero, [model]).values())
         self.profiler = Recorder(activities=[ProfilerActivity.CPU], profile_memory=True)
         self.profiler.start()
 
@@ -212,7 +212,9 @@ def highest(changes: Iterable[Change]) -> int:
 
 
 @contextmanager
-def measured_memory(log: Log, model: nn.Module, zero: Zero, *, peak: bool | None = None) -> Iterator[None]:
+def measured_memory(
+    log: Log, stages: Mapping[int, nn.Module], zero: Zero, *, peak: bool | None = None
+) -> Iterator[None]:
     """Rank 0 measures its memory in the first two steps, and says it with what was expected.
 
     peak: also the highest moment; None = on a GPU, where the allocator counts. On the CPU torch's profiler records the
@@ -231,5 +233,5 @@ def measured_memory(log: Log, model: nn.Module, zero: Zero, *, peak: bool | None
         for line in describe_measured(expected, found):
             log.display.line(line)
 
-    with MemoryCheck(model, zero, peak=peak, done=say, offload=log.config.zero.offload):
+    with MemoryCheck(next(iter(stages.values())), zero, peak=peak, done=say, offload=log.config.zero.offload):
         yield

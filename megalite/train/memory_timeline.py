@@ -125,9 +125,9 @@ class Timeline:
         }
 
 
-def held_storages(zero: Zero, model: torch.nn.Module) -> dict[int, Held]:
+def held_storages(zero: Zero, stages: Iterable[torch.nn.Module]) -> dict[int, Held]:
     """Place -> what is there, of all that is kept from step to step. A storage of several names is there once."""
-    kinds: list[tuple[str, list[torch.Tensor]]] = [("parameters", list(model.parameters()))]
+    kinds: list[tuple[str, list[torch.Tensor]]] = [("parameters", [p for stage in stages for p in stage.parameters()])]
     for unit in zero.units:
         live = unit.live()
         kinds += [("parameters", live["weights"] + live["masters"]), ("gradients", live["gradients"])]

@@ -1,10 +1,10 @@
 """`Profile`: what some steps of some ranks spent their time on and held in memory, as files to look at.
 
-    with Profile(config, world.rank, zero=zero, model=model) as profile:
+    with Profile(config, world.rank, zero=zero, stages=stages) as profile:
         for step in ...:
             profile.at(step)
-            with profile.range("F0"): ...
-            with profile.range("BW0"): ...
+            with profile.range("F0@0"): ...
+            with profile.range("BW0@0"): ...
 
 out_dir/profile/rank<N>.json.gz is the Chrome trace (chrome://tracing and ui.perfetto.dev open it as it is),
 rank<N>-memory.png and rank<N>-memory.json the memory by kind; files of an earlier run are replaced. docs/profiling.md
@@ -17,7 +17,7 @@ import importlib.util
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ class Profile:
     run stay the same bits. Raises ConfigError, on all ranks, if the memory is to be drawn and nothing can draw.
     """
 
-    def __init__(self, config: Config, rank: int, *, zero: Zero, model: nn.Module) -> None:
+    def __init__(self, config: Config, rank: int, *, zero: Zero, stages: Mapping[int, nn.Module]) -> None:
         wanted = config.profile
         if wanted.steps and wanted.memory and importlib.util.find_spec("matplotlib") is None:
             raise ConfigError(
@@ -52,7 +52,7 @@ class Profile:
         self.steps = tuple(wanted.steps) if rank in wanted.ranks else ()
         self.memory = wanted.memory
         self.stem = Path(config.out_dir, "profile", f"rank{rank}")
-        self.zero, self.model = zero, model
+        self.zero, self.stages = zero, list(stages.values())
         self.recording: Recording | None = None
 
     def __enter__(self) -> Profile:
@@ -75,7 +75,7 @@ class Profile:
             self._end()
         if first <= step <= last:
             if self.recording is None:
-                self.recording = Recording(self.zero, self.model, memory=self.memory)
+                self.recording = Recording(self.zero, self.stages, memory=self.memory)
             self.recording.at(step)
 
     def range(self, name: str) -> AbstractContextManager[Any]:
@@ -96,12 +96,12 @@ class Recording:
     `issue all_reduce over tp: 1,024 bytes` and `wait ...`; and, in backward, an instant `gradient of <parameter>`.
     """
 
-    def __init__(self, zero: Zero, model: nn.Module, *, memory: bool) -> None:
-        self.zero, self.model, self.memory = zero, model, memory
+    def __init__(self, zero: Zero, stages: Sequence[nn.Module], *, memory: bool) -> None:
+        self.zero, self.stages, self.memory = zero, stages, memory
         self.names: set[str] = set()
         self.arrivals: list[tuple[str, int]] = []  # (name of the instant, place of the gradient)
         self.kept: list[tuple[str, dict[int, Held]]] = []  # at the end of each step
-        self.before = held_storages(zero, model) if memory else {}
+        self.before = held_storages(zero, stages) if memory else {}
         on_cuda = zero.device.type == "cuda"
         self.before_bytes = torch.cuda.memory_allocated(zero.device) if on_cuda else None
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
@@ -111,8 +111,9 @@ class Recording:
         self.within.callback(self.profiler.stop)
         self._land()
         self.profiler.start()
-        self.within.enter_context(module_ranges(model))
-        self.within.enter_context(gradient_instants(model, self._arrived))
+        for stage in stages:
+            self.within.enter_context(module_ranges(stage))
+            self.within.enter_context(gradient_instants(stage, self._arrived))
         self.within.enter_context(observe(CollectiveRanges()))
 
     def _land(self) -> None:
@@ -126,7 +127,7 @@ class Recording:
         self.names.add(name)
         self.step.enter_context(record_function(name))
         if self.memory:
-            self.step.callback(lambda: self.kept.append((name, held_storages(self.zero, self.model))))
+            self.step.callback(lambda: self.kept.append((name, held_storages(self.zero, self.stages))))
 
     def action(self, name: str) -> AbstractContextManager[Any]:
         self.names.add(name)

@@ -16,6 +16,9 @@ from megalite.train.config import Config, PhaseConfig
 RAMPED = ("seq_len", "global_batch_size")
 """Keys of the configuration that a key `<name>_ramp` changes from step to step."""
 
+MICROBATCHES_A_RANK = 4
+"""Micro-batches for each rank of a pipeline where micro_batch_size is null: 1F1B's bubble is then below a fifth."""
+
 
 @dataclass(frozen=True)
 class Span:
@@ -64,6 +67,22 @@ def spans_of(config: Config) -> tuple[Span, ...]:
         consumed = span.samples_consumed(after)
         spans.append(span)
     return tuple(spans)
+
+
+def micro_batch(config: Config, batch: int) -> int:
+    """Samples in one pass of one rank, of a global batch; null resolved. config: as `check` gives it."""
+    assert config.layout.dp is not None, "check() fills it in"
+    share = batch // config.layout.dp
+    if config.micro_batch_size is not None or config.layout.pp == 1:
+        return config.micro_batch_size or share
+    wanted = MICROBATCHES_A_RANK * config.layout.pp
+    return share // next(count for count in range(min(wanted, share), share + 1) if share % count == 0)
+
+
+def microbatches(config: Config, span: Span) -> int:
+    """How many passes a rank makes in a step of this span."""
+    assert config.layout.dp is not None, "check() fills it in"
+    return span.global_batch_size // (config.layout.dp * micro_batch(config, span.global_batch_size))
 
 
 def span_at(spans: Sequence[Span], step: int) -> Span:

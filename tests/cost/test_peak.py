@@ -38,7 +38,7 @@ def all_peaks(configs: list[Config], times: int = 1) -> list[int]:
     for config, (model, zero) in zip(configs, built, strict=True):
         one_step(config, model, zero)
         zero.step(max_norm=1.0)
-    before = [sum(held.nbytes for held in held_storages(zero, model).values()) for model, zero in built]
+    before = [sum(held.nbytes for held in held_storages(zero, [model]).values()) for model, zero in built]
     names = {f"{number} {again}": number for number in range(len(configs)) for again in range(times)}
     with Recorder(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for name, number in names.items():
