@@ -206,20 +206,21 @@ def _check_placement(schedule: Schedule) -> None:
                 _refuse(schedule, rank, f"has {action}, and there are {stages} stages, from 0")
             if schedule.rank_of[action.stage] != rank:
                 _refuse(schedule, rank, f"has {action}, whose stage is rank {schedule.rank_of[action.stage]}'s")
-            if action in schedule.paired and (following is None or following.kind not in ("B", "BW")):
+            backward = following is not None and following.kind in ("B", "BW")
+            if action in schedule.paired and not (action.kind == "F" and backward):
                 _refuse(schedule, rank, f"pairs {action} with {following or 'nothing'}; a pair is F and then B or BW")
 
 
 def _check_complete(schedule: Schedule, rank: int) -> None:
-    """Every stage of a rank and every micro-batch: F, and then BW or B and W, each once."""
-    place: dict[Action, int] = {}
-    for at, action in enumerate(schedule.rows[rank]):
-        if action in place:
+    """Every stage of a rank and every micro-batch: F, and BW or B and W, each once. In which order, `in_order` sees."""
+    there: set[Action] = set()
+    for action in schedule.rows[rank]:
+        if action in there:
             _refuse(schedule, rank, f"has {action} twice")
-        place[action] = at
+        there.add(action)
     for stage in schedule.stages_of(rank):
         for microbatch in range(schedule.microbatches):
-            passes = [found for kind in KINDS if (found := Action(kind, stage, microbatch)) in place]
+            passes = [found for kind in KINDS if (found := Action(kind, stage, microbatch)) in there]
             kinds = [action.kind for action in passes]
             if "BW" in kinds and len(kinds) > 2:
                 _refuse(schedule, rank, f"has {passes[-1]}, which is B and W in one, and {passes[-2]} as well")
@@ -230,9 +231,6 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
                     beside = f" beside {passes[-1]}" if passes else ""
                     upto = f"micro-batches 0 to {schedule.microbatches - 1}"
                     _refuse(schedule, rank, f"lacks {lacks}{beside}; each of its stages takes {upto}")
-            for earlier, later in pairwise(passes):
-                if place[later] < place[earlier]:
-                    _refuse(schedule, rank, f"has {later} before {earlier}, which it needs")
 
 
 def _check_lanes(lowered: Lowered) -> None:

@@ -45,7 +45,8 @@ class Costs:
 
     def __post_init__(self) -> None:
         named = {name: value for name, value in vars(self).items() if isinstance(value, Number)}
-        named |= {f"stages[{stage}]": min(times) for stage, times in self.stages.items()}
+        for stage, times in self.stages.items():
+            named |= {f"stages[{stage}][{place}]": time for place, time in enumerate(times)}
         named |= {f"of[{action}]": time for action, time in self.of.items()}
         for name, value in named.items():
             if not (value >= 0 and math.isfinite(value)) or (name == "bandwidth" and value == 0):
@@ -103,7 +104,8 @@ class Timeline:
     @property
     def bubble(self) -> Number:
         """The part of all ranks' time, over the makespan, in which they do nothing: 1 - busy / (p makespan)."""
-        return 1 - _quotient(sum(map(self.busy, self._ranks)), len(self.rows) * self.makespan)
+        all_time = len(self.rows) * self.makespan
+        return _quotient(all_time - sum(map(self.busy, self._ranks)), all_time)
 
     @property
     def bubble_span(self) -> Number:
