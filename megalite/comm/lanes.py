@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -25,7 +26,8 @@ def open_lanes(axis: Axis, lanes: Iterable[LaneKey]) -> dict[LaneKey, Axis]:
     """The lanes that this rank is an end of, each as an axis of two: the sender is its rank 0, the reader its rank 1.
 
     Every rank of every such axis calls it with the same lanes. Groups are made in rounds; in each, every rank makes one
-    for each lane of a pair, with its partner or alone (see `make_group`).
+    for each lane of a pair, with its partner or alone (see `make_group`). The first message of a group makes what the
+    backend needs for it and may stop both ends until it is there, so it goes through here, in one order on all ranks.
     """
     opened: dict[LaneKey, Axis] = {}
     for pairs in _rounds(lanes):
@@ -39,7 +41,9 @@ def open_lanes(axis: Axis, lanes: Iterable[LaneKey]) -> dict[LaneKey, Axis]:
             # The group is named by its ranks in rising order; the axis keeps the direction.
             group = make_group(tuple(sorted(ends)), f"{kind} lane")
             rank = int(axis.rank == target)
-            opened[key] = Axis(f"{axis.name}_{kind}", 2, rank, group, ends, parent=axis)
+            opened[key] = lane = Axis(f"{axis.name}_{kind}", 2, rank, group, ends, parent=axis)
+            first = torch.zeros(1, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
+            (start_receive if rank else start_send)(first, lane).wait()
     return opened
 
 
@@ -60,7 +64,7 @@ def _rounds(lanes: Iterable[LaneKey]) -> list[dict[tuple[int, int], Sequence[Lan
 def start_send(x: Tensor, lane: Axis) -> Pending[None]:
     """Sends x, contiguous, along a lane; `wait()` returns once the reader takes it, and x may be written again."""
     assert lane.rank == 0, "the reader of a lane sends nothing on it"
-    start = partial(dist.isend, x, lane.ranks[1], lane.group)
+    start = partial(dist.isend, x, lane.ranks[1], lane.group, tag=size_tag(x))
     flight = issue("send", lane, [x], start)
 
     def finish(held: Tensor = x) -> None:  # x must outlive the transfer
@@ -72,5 +76,11 @@ def start_send(x: Tensor, lane: Axis) -> Pending[None]:
 def start_receive(into: Tensor, lane: Axis) -> Pending[Tensor]:
     """Takes the next message of a lane into a contiguous tensor of its size and dtype."""
     assert lane.rank == 1, "the sender of a lane reads nothing from it"
-    start = partial(dist.irecv, into, lane.ranks[0], lane.group)
+    start = partial(dist.irecv, into, lane.ranks[0], lane.group, tag=size_tag(into))
     return Pending(lambda: into, issue("receive", lane, [into], start))
+
+
+def size_tag(x: Tensor) -> int:
+    """A tag that is the message's size. Gloo, which matches by tag, dies of a message that is longer than its place and
+    fills a longer one in part; ends that disagree in it miss one another until the timeout, which is an error."""
+    return x.nbytes % 2**31

@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.comm import Pending, open_lanes, start_all_reduce
 from megalite.mesh import Axis
-from megalite.pipeline.lower import Lane, Lowered, Step, check, lower_forward
+from megalite.pipeline.lower import Lane, Lowered, Step, check, lower_forward, result_of
 from megalite.pipeline.post import Form, Forms, Post, form_of
 from megalite.pipeline.schedule import Action, Schedule
 from megalite.weight_grad import WeightGradStore
@@ -59,24 +59,25 @@ class Pipeline:
         around: Around = _nothing,
     ) -> None:
         self.stages, self.pp, self.around = dict(sorted(stages.items())), pp or Axis("pp"), around
-        self._made: dict[int, Lowered] = {}
-        self._make = schedule
+        self._schedule = schedule
+        self._lowered: dict[int, Lowered] = {}
         self._rank_of: tuple[int, ...] = ()
         self._lanes: dict[Lane, Axis] = {}
         self._forms: Forms = {}
-        self._told: set[int] = set()  # stages that were found to put no weight gradient off
+        self._reported: set[int] = set()
         if isinstance(schedule, Schedule):
             self.prepare(schedule.microbatches)
 
     @property
     def device(self) -> torch.device:
         """Where the stages are."""
-        return next((p.device for stage in self.stages.values() for p in stage.parameters()), torch.device("cpu"))
+        tensors = (x for stage in self.stages.values() for x in (*stage.parameters(), *stage.buffers()))
+        return next((x.device for x in tensors), torch.device("cpu"))
 
     def prepare(self, microbatches: int) -> Schedule:
         """The schedule for so many micro-batches, checked; every rank calls it, as the first one opens the lanes."""
-        if microbatches not in self._made:
-            made = self._make if isinstance(self._make, Schedule) else self._make(microbatches)
+        if microbatches not in self._lowered:
+            made = self._schedule if isinstance(self._schedule, Schedule) else self._schedule(microbatches)
             if made.microbatches != microbatches:
                 raise ValueError(
                     f"schedule {made.name} is for {made.microbatches} micro-batches, and the step has {microbatches}"
@@ -86,8 +87,8 @@ class Pipeline:
             if not self._rank_of:
                 self._rank_of = made.rank_of
                 self._lanes = {Lane(*key): lane for key, lane in open_lanes(self.pp, lowered.lanes).items()}
-            self._made[microbatches] = lowered
-        return self._made[microbatches].schedule
+            self._lowered[microbatches] = lowered
+        return self._lowered[microbatches].schedule
 
     def _require_fit(self, schedule: Schedule) -> None:
         if schedule.ranks != self.pp.size:
@@ -116,36 +117,28 @@ class Pipeline:
         its micro-batches, W or BW: `Zero.last_backward`.
         """
         self.prepare(len(microbatches))
-        run = self._run(self._made[len(microbatches)], microbatches)
-        run.denominator, run.loss_scale, run.last_backward = denominator, loss_scale, last_backward
+        lowered, how = self._lowered[len(microbatches)], (denominator, loss_scale, last_backward)
         with torch.enable_grad():
-            run.all()
-        return start_all_reduce(run.loss, self.pp).wait()
+            return _Run(self, lowered, microbatches, *how).all()
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Any]) -> Tensor:
         """The summed loss of any number of micro-batches, forward alone: float64, 0-d, the same on every rank of pp.
 
-        In a placement that is known: after `prepare` or a step, where the schedule depends on their number.
+        They are placed as a step's are, and follow one another as `lower_forward` says.
         """
-        assert self._rank_of, "prepare(microbatches) comes first"
-        run = self._run(lower_forward(self._rank_of, len(microbatches)), microbatches)
-        run.all()
-        return start_all_reduce(run.loss, self.pp).wait()
+        if not self._rank_of:
+            self.prepare(len(microbatches))
+        return _Run(self, lower_forward(self._rank_of, len(microbatches)), microbatches).all()
 
-    def _run(self, lowered: Lowered, microbatches: Sequence[Any]) -> _Run:
-        device = self.device
-        forms = [form_of(microbatch) for microbatch in microbatches]
-        post = Post(lowered, self.pp.rank, lanes=self._lanes, forms=self._forms, microbatches=forms, device=device)
-        return _Run(self, lowered, microbatches, post, torch.zeros((), dtype=torch.float64, device=device))
-
-    def told_of(self, stage: int) -> None:
+    def report_whole_backward(self, stage: int) -> None:
         """Says, once for each stage, that splitting its backward gains nothing."""
-        if stage not in self._told:
-            self._told.add(stage)
+        if stage not in self._reported:
+            self._reported.add(stage)
             warnings.warn(
-                f"stage {stage} puts no weight gradient off, so its W does nothing and its B all of the work, which "
-                "the schedule does not reckon with; megalite.defer(stage) makes plain linears put theirs off",
+                f"stage {stage} ({type(self.stages[stage]).__name__}) puts no weight gradient off, so its W does "
+                "nothing and its B all of the work, which the schedule does not reckon with; megalite.defer(stage) "
+                "makes plain linears put theirs off",
                 stacklevel=2,
             )
 
@@ -160,91 +153,109 @@ class _Pass:
 
 
 class _Run:
-    """One pass over a schedule."""
+    """One pass over a schedule, by the arguments of `Pipeline.step`."""
 
     def __init__(
-        self, pipeline: Pipeline, lowered: Lowered, microbatches: Sequence[Any], post: Post, loss: Tensor
+        self,
+        pipeline: Pipeline,
+        lowered: Lowered,
+        microbatches: Sequence[Any],
+        denominator: float | Tensor | Pending[Tensor] = 1.0,
+        loss_scale: float = 1.0,
+        last_backward: Around = _nothing,
     ) -> None:
-        self.pipeline, self.schedule, self.microbatches = pipeline, lowered.schedule, microbatches
-        self.row, self.post, self.loss = lowered.rows[pipeline.pp.rank], post, loss
-        self.denominator: float | Tensor | Pending[Tensor] = 1.0
-        self.loss_scale = 1.0
-        self.last_backward: Around = _nothing
+        self.pipeline, self.microbatches = pipeline, microbatches
+        self.denominator, self.loss_scale, self.last_backward = denominator, loss_scale, last_backward
+        self.last_stage, self.row = lowered.schedule.stages - 1, lowered.rows[pipeline.pp.rank]
+        self.loss = torch.zeros((), dtype=torch.float64, device=pipeline.device)
+        self.post = Post(
+            lowered,
+            pipeline.pp.rank,
+            lanes=pipeline._lanes,
+            forms=pipeline._forms,
+            microbatches=[form_of(microbatch) for microbatch in microbatches],
+            device=pipeline.device,
+        )
         self.passes: dict[tuple[int, int], _Pass] = {}
         self.stores: dict[tuple[int, int], WeightGradStore] = {}
-        self.handed: dict[Action, Tensor] = {}  # what neighbouring stages on this rank leave to each other
+        self.handed: dict[Action, Tensor] = {}  # what neighbouring stages on this rank leave, by who reads it
 
-    def all(self) -> None:
+    def all(self) -> Tensor:
+        """Works off this rank's row. Returns the loss, summed over pp."""
         for place, step in enumerate(self.row):
-            received = None if step.reads is None else self.post.take(step.reads)
-            self.post.settle(place)
-            with self.pipeline.around(str(step.action)):
-                result = self._act(step, received)
-            if step.sends is not None:
-                assert result is not None
-                self.post.send(step.sends, result)
-        if isinstance(self.denominator, Pending):
-            self.denominator.wait()
+            self._one(place, step)
+        self._divisor()
         self.post.close()
+        return start_all_reduce(self.loss, self.pipeline.pp).wait()
 
-    def _act(self, step: Step, received: Tensor | None) -> Tensor | None:
-        """Runs one action. Returns what it leaves to another rank."""
-        kind, stage, microbatch = step.action
-        if received is None and kind != "W":
-            received = self.handed.pop(step.action._replace(kind="F" if kind == "F" else "B"), None)
-        if kind == "F":
-            result, ahead = self._forward(stage, microbatch, received), 1
-        elif kind == "W":
-            with self.last_backward(self.pipeline.stages[stage]):
-                self.stores.pop((stage, microbatch)).run()
-            return None
+    def _one(self, place: int, step: Step) -> None:
+        kind, stage, microbatch = action = step.action
+        received = self.handed.pop(result_of(action), None) if step.reads is None else self.post.take(step.reads)
+        self.post.settle(place)
+        with self.pipeline.around(str(action)):
+            result = self._act(action, received)
+        if result is None:
+            return
+        if step.sends is not None:
+            self.post.send(step.sends, result)
         else:
-            result, ahead = self._backward(kind, stage, microbatch, received), -1
-        if step.sends is None and result is not None:
-            self.handed[Action(kind if kind == "F" else "B", stage + ahead, microbatch)] = result
+            following = ("F", stage + 1) if kind == "F" else ("B", stage - 1)
+            self.handed[Action(*following, microbatch)] = result
+
+    def _act(self, action: Action, received: Tensor | None) -> Tensor | None:
+        """Runs one action. Returns what it leaves to the neighbouring stage, if it leaves anything."""
+        kind, stage, microbatch = action
+        module = self.pipeline.stages[stage]
+        if kind == "F":
+            return self._forward(stage, microbatch, received)
+        if kind == "B":
+            with self._deferring(stage, microbatch):
+                return self._backward(stage, microbatch, received)
+        with self.last_backward(module):
+            if kind == "BW":
+                return self._backward(stage, microbatch, received)
+            self.stores.pop((stage, microbatch)).run()
             return None
-        return result
 
     def _forward(self, stage: int, microbatch: int, x: Tensor | None) -> Tensor | None:
-        if x is not None and torch.is_grad_enabled() and (x.is_floating_point() or x.is_complex()):
+        with_backward = torch.is_grad_enabled()
+        if x is not None and with_backward and (x.is_floating_point() or x.is_complex()):
             x.requires_grad_()
         y = self.pipeline.stages[stage](x, self.microbatches[microbatch])
-        is_last = stage == self.schedule.stages - 1
-        _require_output(y, stage, is_last=is_last)
-        if torch.is_grad_enabled():
+        _require_output(y, stage, is_last=stage == self.last_stage)
+        if with_backward:
             edge = get_gradient_edge(y) if y.requires_grad else None
             self.passes[stage, microbatch] = _Pass(x, edge, Form.of(y))
-        if not is_last:
+        if stage < self.last_stage:
             return y.detach()
-        self.loss += (y.detach() / self._count()) if torch.is_grad_enabled() else y
+        self.loss += y.detach().double() / self._divisor()
         return None
 
-    def _count(self) -> float | Tensor:
-        return self.denominator.wait() if isinstance(self.denominator, Pending) else self.denominator
-
-    def _backward(self, kind: str, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+    def _backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """Gradients of a stage's parameters; returns that of its input, zeros where the output does not depend on it."""
         one = self.passes.pop((stage, microbatch))
         if gradient is None:
-            assert stage == self.schedule.stages - 1, f"{kind}{microbatch}@{stage} has no gradient"
-            whole = torch.full((), self.loss_scale, dtype=one.form.dtype, device=self.loss.device)
-            gradient = (whole / self._count()).to(one.form.dtype)
+            assert stage == self.last_stage, f"micro-batch {microbatch} in stage {stage} has no gradient"
+            gradient = (torch.full_like(self.loss, self.loss_scale) / self._divisor()).to(one.form.dtype)
         assert Form.of(gradient) == one.form, (Form.of(gradient), one.form)
-        module = self.pipeline.stages[stage]
-        with self._deferring(stage, microbatch, module) if kind == "B" else self.last_backward(module):
-            if one.edge is not None:
-                torch.autograd.backward([one.edge], [gradient])
+        if one.edge is not None:
+            torch.autograd.backward([one.edge], [gradient])
         if one.x is None:
             return None
         dx, one.x.grad = one.x.grad, None
         return torch.zeros_like(one.x) if dx is None else dx
 
+    def _divisor(self) -> float | Tensor:
+        return self.denominator.wait() if isinstance(self.denominator, Pending) else self.denominator
+
     @contextmanager
-    def _deferring(self, stage: int, microbatch: int, module: nn.Module) -> Iterator[None]:
+    def _deferring(self, stage: int, microbatch: int) -> Iterator[None]:
+        """In the block weight gradients are put off, until the W of this micro-batch."""
         store = self.stores[stage, microbatch] = WeightGradStore()
         with store.open():
             yield
-        if not store and any(parameter.requires_grad for parameter in module.parameters()):
-            self.pipeline.told_of(stage)
+        if not store and any(parameter.requires_grad for parameter in self.pipeline.stages[stage].parameters()):
+            self.pipeline.report_whole_backward(stage)
 
 
 def _require_output(y: Any, stage: int, *, is_last: bool) -> None:

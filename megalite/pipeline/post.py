@@ -1,8 +1,8 @@
 """`Post`: the messages of one rank in one pass over a schedule, as lanes carry them.
 
 On each lane one receive is posted ahead, whose buffer is all that reading costs in memory. What is sent is held until
-it is known that its reader takes it, without asking the backend, which may not tell before it blocks: a message from
-that reader says so, if it was sent after the receive in question was posted (`taken_by`).
+its reader takes it. The backend is not asked, which may not tell before it blocks: a message that the reader sent after
+that says so (`taken_by`). Forward alone nothing comes back, so there each lane is one message ahead of its reader.
 
 Shapes: a gradient has its activation's. The first activation that a boundary sees of micro-batches of some shapes is
 preceded by a header of int64 with its dtype and dims; both ends remember it, so that later ones travel without.
@@ -10,20 +10,35 @@ preceded by a header of int64 with its dtype and dims; both ends remember it, so
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from megalite.comm import Pending, start_receive, start_send
 from megalite.mesh import Axis
-from megalite.pipeline.lower import ACTIVATION, Lane, Lowered, Message
+from megalite.pipeline.lower import ACTIVATION, Lane, Lowered, Message, Step
 from megalite.pipeline.schedule import Action
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
+T = TypeVar("T")
+
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+"""What travels between stages; a header names one by its place here."""
 MOST_DIMS = 8
 
 
@@ -32,6 +47,9 @@ class Form(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {self.shape}"
 
     @classmethod
     def of(cls, x: Tensor) -> Form:
@@ -56,8 +74,9 @@ Forms = dict[tuple[int, Any], Form]
 """(the stage that reads, form of the micro-batch) -> of the activation, for all boundaries that a rank is an end of."""
 
 
-def form_of(microbatch: Any) -> Any:
-    """What of a micro-batch shapes depend on: dtypes and shapes of the tensors in it."""
+def form_of(microbatch: Any) -> tuple[Form, ...]:
+    """What of a micro-batch shapes depend on: dtypes and shapes of the tensors in it, also in nested containers and
+    dataclasses."""
     return tuple(map(Form.of, _tensors(microbatch)))
 
 
@@ -69,8 +88,9 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, list | tuple):
         for value in values:
             yield from _tensors(value)
-    elif hasattr(values, "__dict__"):
-        yield from _tensors(vars(values))
+    elif dataclasses.is_dataclass(values):
+        for field in dataclasses.fields(values):
+            yield from _tensors(getattr(values, field.name))
 
 
 class Post:
@@ -86,16 +106,17 @@ class Post:
         *,
         lanes: Mapping[Lane, Axis],
         forms: Forms,
-        microbatches: list[Any],
+        microbatches: Sequence[Any],
         device: torch.device,
     ) -> None:
         self._lanes, self._forms, self._microbatches, self._device = lanes, forms, microbatches, device
         self._coming = {lane: deque(messages) for lane, messages in lowered.incoming(rank).items()}
         self._posted: dict[Lane, Pending[Tensor]] = {}
-        self._sent: dict[Message, list[Pending[None]]] = {}
-        self._last: dict[Lane, Message] = {}
         self._taken_by = taken_by(lowered, rank)
-        self._forward_only = not any(lane.kind != ACTIVATION for lane in lowered.lanes)
+        self._sent: dict[Message, list[Pending[None]]] = {}
+        self._due: dict[int, list[Message]] = defaultdict(list)  # place -> what has certainly been taken by then
+        self._last: dict[Lane, Message] = {}
+        self._forward_only = all(lane.kind == ACTIVATION for lane in lowered.lanes)
         for lane in self._coming:
             self._post(lane)
 
@@ -103,43 +124,32 @@ class Post:
         """The tensor of a message, once it is there; the next receive of its lane is posted."""
         lane, queue = message.lane, self._coming[message.lane]
         assert queue[0] == message, (message, queue[0])
-        self._post(lane)
-        received = self._posted.pop(lane).wait()
+        received = _meet(self._posted.pop(lane), message)
         if lane.kind == ACTIVATION and (form := self._form(message)) is None:
             form = self._forms[self._key(message)] = Form.read(received)
-            received = start_receive(form.empty(self._device), self._lanes[lane]).wait()
+            received = _meet(start_receive(form.empty(self._device), self._lanes[lane]), message)
         queue.popleft()
         self._post(lane)
         return received
 
     def send(self, message: Message, x: Tensor) -> None:
         """x is held until its reader takes it. Raises ValueError where its shape is not what it was before."""
-        lane = self._lanes[message.lane]
-        pending: list[Pending[None]] = []
-        if message.lane.kind == ACTIVATION:
-            mine, known = Form.of(x), self._form(message)
-            if known is None:
-                _require_sendable(mine, message)
-                self._forms[self._key(message)] = mine
-                pending.append(start_send(mine.header(self._device), lane))
-                for back in self._coming:  # a gradient of this shape may be taken now
-                    self._post(back)
-            elif mine != known:
-                raise ValueError(
-                    f"stage {message.stage - 1} gave {mine.dtype} of shape {mine.shape} for micro-batch "
-                    f"{message.microbatch}, and {known.dtype} of shape {known.shape} before, for tensors of the same "
-                    "shapes: what a stage gives must follow from the shapes in its micro-batch"
-                )
-        if self._forward_only and (before := self._last.get(message.lane)) is not None:
-            self._settle(before)  # nothing comes back that would tell: the reader may be one message behind
+        lane, pending = self._lanes[message.lane], []
+        if message.lane.kind == ACTIVATION and self._is_new(message, Form.of(x)):
+            pending.append(start_send(Form.of(x).header(self._device), lane))
+            for back in self._coming:  # a gradient of this shape may be taken now
+                self._post(back)
+        if self._forward_only and message.lane in self._last:
+            self._settle(self._last[message.lane])
+        posted, taken = self._taken_by[message]
+        self._due[taken if pending else posted].append(message)  # with a header, data is posted when that is read
         pending.append(start_send(x.contiguous(), lane))
         self._sent[message], self._last[message.lane] = pending, message
 
     def settle(self, place: int) -> None:
-        """What this rank has taken up to this place of its row tells which of its sends have been taken."""
-        for message in self._taken_by.get(place, ()):
-            if len(self._sent.get(message, ())) == 1:  # with a header, its data is posted late, when the header is read
-                self._settle(message)
+        """What this rank has read up to this place of its row tells which of its sends have been taken."""
+        for message in self._due.pop(place, ()):
+            self._settle(message)
 
     def close(self) -> None:
         """All sends have been taken."""
@@ -148,18 +158,15 @@ class Post:
 
     def _settle(self, message: Message) -> None:
         for pending in self._sent.pop(message, ()):
-            pending.wait()
+            _meet(pending, message)
 
     def _post(self, lane: Lane) -> None:
         """The next receive of a lane, unless it is posted already or a gradient's shape is not known yet."""
         if lane in self._posted or not self._coming[lane]:
             return
-        message = self._coming[lane][0]
-        form = self._form(message)
-        if form is None and lane.kind != ACTIVATION:
-            return
-        into = (form or HEADER).empty(self._device)
-        self._posted[lane] = start_receive(into, self._lanes[lane])
+        form = self._form(self._coming[lane][0])
+        if form is not None or lane.kind == ACTIVATION:
+            self._posted[lane] = start_receive((form or HEADER).empty(self._device), self._lanes[lane])
 
     def _form(self, message: Message) -> Form | None:
         return self._forms.get(self._key(message))
@@ -169,39 +176,68 @@ class Post:
         reader = message.stage if message.lane.kind == ACTIVATION else message.stage + 1
         return reader, self._microbatches[message.microbatch]
 
+    def _is_new(self, message: Message, form: Form) -> bool:
+        """Whether an activation's form is news to its reader; it is remembered."""
+        known, gave = self._form(message), f"stage {message.stage - 1} gave {form}"
+        if form.dtype not in DTYPES or len(form.shape) > MOST_DIMS:
+            legal = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise ValueError(f"{gave}; between stages travel tensors of {legal}, with at most {MOST_DIMS} dims")
+        if form != (known or form):
+            raise ValueError(
+                f"{gave} for micro-batch {message.microbatch}, and {known} before, for tensors of the same shapes: what "
+                "a stage gives must follow from the shapes in its micro-batch"
+            )
+        self._forms[self._key(message)] = form
+        return known is None
 
-def _require_sendable(form: Form, message: Message) -> None:
-    if form.dtype not in DTYPES or len(form.shape) > MOST_DIMS:
-        raise ValueError(
-            f"stage {message.stage - 1} gave {form.dtype} of {len(form.shape)} dims; between stages travel tensors of "
-            f"{', '.join(map(str, DTYPES))} with at most {MOST_DIMS} dims"
-        )
+
+def _meet(pending: Pending[T], message: Message) -> T:
+    """Waits for the other end of a lane. Raises RuntimeError, by the message's name, if it does not come."""
+    try:
+        return pending.wait()
+    except RuntimeError as error:
+        kind, ends = message.lane.kind, f"rank {message.lane.source} to rank {message.lane.target} of pp"
+        raise RuntimeError(f"the {kind} of {message} did not come from {ends}: {error}") from error
 
 
-def taken_by(lowered: Lowered, rank: int) -> dict[int, list[Message]]:
-    """Place in this rank's row -> its sends that have certainly been taken when it has read what it reads there.
+def taken_by(lowered: Lowered, rank: int) -> dict[Message, tuple[int, int]]:
+    """Of each message that a rank sends, two places in its row: at which it has read what tells that the receive was
+    posted, and that the message was taken; the row's length where nothing tells.
 
     A receive is posted when the one before it on its lane is taken, a gradient's not before its own stage's forward.
-    Whatever the reader sends from then on says, when it comes, that it was posted.
+    Whatever the reader sends from then on says, when it comes, that it was.
     """
     mine = lowered.rows[rank]
-    read_at = {step.reads: place for place, step in enumerate(mine) if step.reads is not None}
-    sent_at = {step.sends: place for place, step in enumerate(mine) if step.sends is not None}
-    found: dict[int, list[Message]] = defaultdict(list)
+    read_at = {step.reads: place for place, step in enumerate(mine)}
+    sent_at = {step.sends: place for place, step in enumerate(mine)}
+    found: dict[Message, tuple[int, int]] = {}
     for lane, messages in lowered.outgoing(rank).items():
         theirs = lowered.rows[lane.target]
-        replies = [(place, read_at[step.sends]) for place, step in enumerate(theirs) if step.sends in read_at]
-        earliest = [at for _, at in replies]  # of those from a reply on, the first that this rank reads
-        for number in range(len(earliest) - 2, -1, -1):
-            earliest[number] = min(earliest[number], earliest[number + 1])
-        places = {step.action: place for place, step in enumerate(theirs)}
-        taken_at = {step.reads: place for place, step in enumerate(theirs) if step.reads is not None}
+        taken_at = {step.reads: place for place, step in enumerate(theirs)}
+        forward_at = {step.action: place for place, step in enumerate(theirs)}
+        replies = _Replies(theirs, read_at, otherwise=len(mine))
         posted = -1
         for message in messages:
             if lane.kind != ACTIVATION:
-                posted = max(posted, places[Action("F", message.stage, message.microbatch)])
-            reply = bisect_left(replies, (posted, -1))
-            if reply < len(replies):
-                found[max(earliest[reply], sent_at[message] + 1)].append(message)
-            posted = taken_at[message]
-    return dict(found)
+                posted = max(posted, forward_at[Action("F", message.stage, message.microbatch)])
+            taken, after = taken_at[message], sent_at[message] + 1
+            found[message] = max(replies.tell(posted), after), max(replies.tell(taken), after)
+            posted = taken
+    return found
+
+
+class _Replies:
+    """What the reader of a lane sends to its sender, on whichever lanes. read_at: where the sender reads each."""
+
+    def __init__(self, theirs: Sequence[Step], read_at: Mapping[Message | None, int], *, otherwise: int) -> None:
+        places = [(place, step.sends) for place, step in enumerate(theirs) if step.sends is not None]
+        sent = [(place, read_at[message]) for place, message in places if message in read_at]
+        self._places = [place for place, _ in sent]
+        self._first = [otherwise]  # of the replies from one on, where the first is read
+        for _, at in reversed(sent):
+            self._first.append(min(self._first[-1], at))
+        self._first.reverse()
+
+    def tell(self, place: int) -> int:
+        """Where the sender has first read something that was sent at this place of the reader's row or later."""
+        return self._first[bisect_left(self._places, place)]

@@ -1,0 +1,134 @@
+"""Small stages for the laws of the pipeline, and what one process makes of them.
+
+A model is a list of *bodies*, modules from activation to activation; the first stage reads the micro-batch's x, the
+last gives the summed squared distance to its target. Every weight is drawn from the number of its stage, so each rank
+builds its own stages alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalite.layers.linear import ColumnParallelLinear
+from megalite.mesh import Axis, Layout, Mesh
+from tests.law import assert_equal
+
+WIDTH, ROWS = 6, 2
+LENGTHS = (3, 3, 5, 3, 4)  # of the micro-batches, over and over: the first two alike, then others, then one again
+
+
+class Example(NamedTuple):
+    """A micro-batch. x, target: (rows, length, width)."""
+
+    x: Tensor
+    target: Tensor
+
+
+def examples(count: int, *, step: int = 0, lengths: Sequence[int] = LENGTHS) -> list[Example]:
+    generator = torch.Generator().manual_seed(step)
+    found = []
+    for number in range(count):
+        shape = (2, ROWS, lengths[number % len(lengths)], WIDTH)
+        found.append(Example(*torch.randn(shape, dtype=torch.float64, generator=generator)))
+    return found
+
+
+def linear(*, defers: bool = True, dtype: torch.dtype = torch.float64) -> nn.Module:
+    if defers:
+        return ColumnParallelLinear(WIDTH, WIDTH, tp=Axis("tp"), dtype=dtype)
+    return nn.Linear(WIDTH, WIDTH, dtype=dtype)
+
+
+class Body(nn.Module):
+    """Residual layers: x + tanh(linear(norm(x))). The norm's gradients are never put off, the linears' unless plain."""
+
+    def __init__(self, layers: int = 2, *, defers: bool = True) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH, dtype=torch.float64) for _ in range(layers))
+        self.linears = nn.ModuleList(linear(defers=defers) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, one in zip(self.norms, self.linears, strict=True):
+            x = x + torch.tanh(one(norm(x)))
+        return x
+
+
+class Stage(nn.Module):
+    def __init__(self, body: nn.Module, *, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.body, self.is_first, self.is_last = body, is_first, is_last
+
+    def forward(self, x: Tensor | None, example: Example) -> Tensor:
+        assert (x is None) == self.is_first
+        y = self.body(example.x if x is None else x)
+        return (y - example.target).square().sum() if self.is_last else y
+
+
+Bodies = Sequence[Callable[[], nn.Module]]
+"""What makes the body of each stage."""
+
+
+def build(bodies: Bodies, numbers: Sequence[int]) -> dict[int, nn.Module]:
+    """The stages of these numbers."""
+    found = {}
+    for number in numbers:
+        torch.manual_seed(number)
+        found[number] = Stage(bodies[number](), is_first=number == 0, is_last=number == len(bodies) - 1)
+    return found
+
+
+class Result(NamedTuple):
+    """loss of a step; gradients: (stage, name) -> of each trained parameter, zeros if none came."""
+
+    loss: Tensor
+    gradients: dict[tuple[int, str], Tensor]
+
+
+def take_gradients(stages: Mapping[int, nn.Module]) -> dict[tuple[int, str], Tensor]:
+    """The gradients since the last call."""
+    found = {}
+    for number, stage in stages.items():
+        for name, parameter in stage.named_parameters():
+            if parameter.requires_grad:
+                found[number, name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            else:
+                assert parameter.grad is None, f"{name} is frozen"
+            parameter.grad = None
+    return found
+
+
+def one_process(stages: Mapping[int, nn.Module], batch: Sequence[Example], *, denominator: float = 1.0) -> Result:
+    """The law's other side: all stages one after the other, plain backward."""
+    total = torch.zeros((), dtype=torch.float64)
+    for example in batch:
+        x: Tensor | None = None
+        for stage in stages.values():
+            x = stage(x, example)
+        assert x is not None
+        if x.requires_grad:
+            (x / denominator).backward()
+        total += x.detach().double() / denominator
+    return Result(total, take_gradients(stages))
+
+
+def assert_equals(results: Sequence[Result], one: Result, what: str) -> None:
+    """Of all ranks of a pipeline: each has the loss, and together they have each gradient once."""
+    found: dict[tuple[int, str], Tensor] = {}
+    for result in results:
+        assert torch.equal(result.loss, results[0].loss), f"{what}: the loss differs from rank to rank"
+        assert not found.keys() & result.gradients.keys()
+        found |= result.gradients
+    assert_equal(results[0].loss, one.loss, f"{what}: loss")
+    assert found.keys() == one.gradients.keys()
+    for (stage, name), gradient in one.gradients.items():
+        assert_equal(found[stage, name], gradient, f"{what}: gradient of {name} in stage {stage}")
+
+
+def pipeline_axis() -> Axis:
+    """All ranks of this world as one pipeline."""
+    return Mesh.build(Layout(pp=dist.get_world_size())).pp
