@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megalite.mesh import Mesh
 from megalite.zero.agreement import Checksums
-from megalite.zero.partition import Held, partition
+from megalite.zero.partition import Held, partition, ties
 from megalite.zero.unit import Sharding, Unit, begin_frozen
 
 TRAINED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -35,15 +35,16 @@ def make_units(
     mesh: Mesh,
     seed: int | None,
     device: torch.device | str,
-) -> tuple[list[tuple[Unit, tuple[nn.Module, ...]]], dict[bool, Tensor]]:
-    """The units in the order of launch, each with its modules, and checksums of dense and expert weights.
+) -> tuple[list[tuple[Unit, tuple[nn.Module, ...]]], Checksums]:
+    """The units in the order of launch, each with its modules, and checksums of all weights.
 
     Parameters that are not trained get their first values and stay outside. A unit without modules of its own may be
     used at any time: at stage 3 its weights stay whole. Weights are drawn, summed up and spread one unit after another.
     """
     uses: list[tuple[Unit, tuple[nn.Module, ...]]] = []
     checksums = Checksums(held)
-    for part in partition(modules, held, kinds):
+    alone = {one.name for one in held if ties(one.spec, mesh)}
+    for part in partition(modules, held, kinds, alone=alone):
         alike: dict[tuple, list[Held]] = {}
         for one in part.held:
             if one.parameter.requires_grad:
@@ -60,7 +61,7 @@ def make_units(
                 checksums.add(one)
             unit.release()
             uses.append((unit, part.modules))
-    return uses[::-1], checksums.totals
+    return uses[::-1], checksums
 
 
 def holders(units: Sequence[Unit], modules: Sequence[nn.Module]) -> dict[Unit, tuple[int, ...]]:

@@ -65,6 +65,12 @@ class Slice:
     unit: Unit
     part: slice
 
+    @property
+    def name(self) -> str:
+        """Of the first parameter that has entries here."""
+        start = self.unit.part.start + self.part.start
+        return next(slot.name for slot in self.unit.slots if slot.part.stop > start)
+
     def take(self, run: Run, values: Tensor) -> Tensor:
         """Of this slice's values those of a run of the unit."""
         start = run.start - self.unit.part.start - self.part.start

@@ -7,12 +7,13 @@ under, large enough that it is not all latency.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import nn
 
+from megalite.mesh import Axis, Mesh
 from megalite.spec import ParamSpec, param_specs
 
 Kinds = tuple[type, ...]
@@ -62,6 +63,11 @@ def held_parameters(stages: Sequence[nn.Module]) -> list[Held]:
     return list(held.values())
 
 
+def ties(spec: ParamSpec, mesh: Mesh) -> tuple[Axis, ...]:
+    """The axes over which a parameter is tied between pipeline stages: those of `partial` that lead out of this one."""
+    return tuple(axis for axis in spec.partial if not set(axis.ranks) <= set(mesh.stage.ranks))
+
+
 class Part(NamedTuple):
     """What becomes a unit: its name, its parameters, and the modules whose forward uses them; () for a root unit's."""
 
@@ -78,12 +84,16 @@ class _Group(NamedTuple):
     modules: tuple[nn.Module, ...]
 
 
-def partition(stages: Sequence[nn.Module], held: Sequence[Held], kinds: Kinds) -> list[Part]:
+def partition(
+    stages: Sequence[nn.Module], held: Sequence[Held], kinds: Kinds, *, alone: Collection[str] = ()
+) -> list[Part]:
     """The units in forward order.
 
     Units are the outermost modules of `kinds`; then each other module below the containers, a norm joining what follows
     it (final norm + head). A weight tied between several units is a unit alone, where forward first meets it. What
     belongs to none, a stage's own parameters, is that stage's root unit; it comes first, so it is reduced last.
+    alone: names that are a unit each in any case: a weight tied to another rank's stage, so that it lies at the same
+    place in its unit's shards there, whatever else that stage has.
     """
     by_id = {id(one.parameter): one for one in held}
     groups = [group for stage in stages for group in _groups(stage, kinds)]
@@ -97,7 +107,7 @@ def partition(stages: Sequence[nn.Module], held: Sequence[Held], kinds: Kinds) -
         mine: list[Held] = []
         for key in (key for key in group.keys if key not in placed):
             placed.add(key)
-            if len(homes[key]) > 1:
+            if len(homes[key]) > 1 or by_id[key].name in alone:
                 parts.append(Part(by_id[key].name, [by_id[key]], _users(homes[key], {key})))
             else:
                 mine.append(by_id[key])
@@ -110,7 +120,7 @@ def _users(groups: Sequence[_Group], keys: set[int]) -> tuple[nn.Module, ...]:
     """The modules that use these parameters; () where one of them is a stage's root, which may use them at any time."""
     if not all(group.modules for group in groups):
         return ()
-    modules = (module for group in groups for module in group.modules)
+    modules = dict.fromkeys(module for group in groups for module in group.modules)
     return tuple(module for module in modules if any(id(parameter) in keys for parameter in module.parameters()))
 
 

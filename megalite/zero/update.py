@@ -8,6 +8,7 @@ afterwards.
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,22 +101,22 @@ class Update:
         if self.moments.dtype is None and all(g.dtype == m.dtype and g.device == m.device for m, g in slices):
             self._step(slices)
         else:
-            for number, (master, gradient) in enumerate(slices):
+            for one, (master, gradient) in zip(self._slices, slices, strict=True):
                 self._widen(master)
                 self._step([(master, gradient.to(master.device, master.dtype))])
-                self._narrow(master, number)
+                self._narrow(one)
         if self._matrices is not None:
             self._matrices.step(self._values(self._matrices))
 
     def _values(self, matrices: MatrixUpdate) -> list[Tensor]:
         """What the rule makes of the gradients of each of its slices before they are seen as matrices."""
         values = []
-        for number, one in enumerate(matrices.slices, start=len(self._slices)):
+        for one in matrices.slices:
             self._widen(one.master)
             gradient = one.unit.gradient_shard[one.part].to(one.master.device, one.master.dtype)
             state = self.optimizer.state[one.master] if matrices.rule.state_of == "slices" else {}
             values.append(matrices.rule.elementwise(gradient, state))
-            self._narrow(one.master, number)
+            self._narrow(one)
         return values
 
     def _step(self, slices: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
@@ -132,19 +133,21 @@ class Update:
             if _is_moment(value):
                 state[name] = value.to(master.dtype)
 
-    def _narrow(self, master: nn.Parameter, number: int) -> None:
+    def _narrow(self, one: Slice) -> None:
         if self.moments.dtype is None:
             return
-        state = self.optimizer.state.get(master, {})
-        for place, (name, value) in enumerate(sorted(state.items())):
+        state = self.optimizer.state.get(one.master, {})
+        for name, value in state.items():
             if _is_moment(value):
-                state[name] = self._round(value, number, place)
+                state[name] = self._round(value, one.name, name)
 
-    def _round(self, value: Tensor, *words: int) -> Tensor:
+    def _round(self, value: Tensor, *words: str) -> Tensor:
+        """By names, not by numbers: of a weight tied between stages each rank must round its moments alike."""
         assert self.moments.dtype is not None
         if not self.moments.stochastic:
             return value.to(self.moments.dtype)
-        seed = hash((self.moments.seed, self._steps, *words)) & (2**63 - 1)
+        words = (str(self.moments.seed), str(self._steps), *words)
+        seed = int.from_bytes(hashlib.blake2b("/".join(words).encode(), digest_size=7).digest(), "little")
         return round_stochastically(value, torch.Generator(value.device).manual_seed(seed))
 
 

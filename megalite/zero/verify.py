@@ -2,7 +2,8 @@
 
 A module that forgot `partial`, or a `copy` in front of a cut layer, trains on wrong numbers without an error: ranks
 that should hold one parameter drift apart. Its raw gradients tell: over an axis that neither cuts a parameter nor is
-`partial`, they must be equal; over a `partial` axis they should differ, each rank having seen its own tokens.
+`partial`, they must be equal; over a `partial` axis they should differ, each rank having seen its own tokens. Nothing
+is asked of what is tied between pipeline stages: each has another use of it, and any summand is right.
 
 Compared are sketches of some numbers a parameter, so that no gradient is kept whole and none travels: entry i of the
 gradient is added, with a random sign keyed by the parameter's name, to sum i mod SUMS. The squared distance of two
@@ -24,6 +25,7 @@ from torch import Tensor
 from megalite.comm import start_all_gather
 from megalite.mesh import Axis, Mesh
 from megalite.zero.norm import sort_key
+from megalite.zero.partition import ties
 from megalite.zero.unit import Slot
 
 SUMS = 8
@@ -139,8 +141,9 @@ def _questions(slots: Sequence[Slot], mesh: Mesh) -> list[_Question]:
             # An axis that the spec speaks of in part (a sub-axis) is not one of replicas as a whole.
             if not data.issuperset(axis.ranks) and not any(_overlap(axis, other) for other in told):
                 found.setdefault((axis, True), []).append(number)
+        between_stages = ties(slot.spec, mesh)
         for axis in slot.spec.partial:
-            if axis.size > 1:
+            if axis.size > 1 and axis not in between_stages:
                 found.setdefault((axis, False), []).append(number)
     ordered = sorted(found, key=lambda question: (sort_key(question[:1]), question[1]))
     return [_Question(axis, alike, found[axis, alike]) for axis, alike in ordered]

@@ -103,3 +103,18 @@ def test_two_stages_share_a_tied_parameter_and_may_not_share_a_name():
     assert parts(first, last) == {"in.weight": ["in.weight"], "in": ["in.bias"], "out": ["out.bias"]}
     with pytest.raises(ValueError, match=r"stages 0 and 1 both have a parameter 0\.weight"):
         parts(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)))
+
+
+def test_a_module_that_two_stages_share_is_hooked_once():
+    """As the embedding of a model whose first and last stage are on one rank."""
+    first, last = nn.ModuleDict({"in": nn.Embedding(4, 4)}), nn.ModuleDict({"out": nn.Linear(4, 4, bias=False)})
+    last["in"], last["out"].weight = first["in"], first["in"].weight
+    (part,) = partition([first, last], held_parameters([first, last]), ())
+    assert part.name == "in.weight" and part.modules == (first["in"], last["out"])
+
+
+def test_what_is_to_be_alone_is_a_unit_of_its_own_even_among_the_roots():
+    model = Model(tied=False)
+    found = partition([model], held_parameters([model]), (Block,), alone={"temperature", "blocks.0.norm.bias"})
+    alone = {part.name: part.modules for part in found if len(part.held) == 1}
+    assert alone["temperature"] == () and alone["blocks.0.norm.bias"] == (model.blocks[0],)
