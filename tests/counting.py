@@ -16,6 +16,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megalite.comm import Call as Issued
+from megalite.comm import Observer, observe
+
 
 class Call(NamedTuple):
     """One collective, as this rank issued it.
@@ -76,17 +79,45 @@ _OPS: Mapping[str, tuple[str, int]] = {
 _SILENT = {"c10d.check_for_nan", "_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd"}
 
 
-class count(TorchDispatchMode):
-    """Records every collective of `c10d` and `_c10d_functional` issued inside the `with`, in order, in `record`."""
+class count(TorchDispatchMode, Observer):
+    """Records every collective of `c10d` and `_c10d_functional` issued inside the `with`, in order, in `record`.
+
+    What `megalite.comm` makes of messages between ranks is recorded as the one collective that it is: its bytes are
+    those of the messages.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.record: list[Call] = []
+        self._messages: list[Call] | None = None  # of the collective that is being issued
+
+    def __enter__(self) -> count:
+        self._observing = observe(self)
+        self._observing.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._observing.__exit__(*raised)
+
+    def issuing(self, call: Issued) -> None:
+        self._messages = [] if call.operation in ("all_gather", "reduce_scatter") else None
+
+    def issued(self, call: Issued) -> None:
+        messages, self._messages = self._messages, None
+        if not messages:
+            return
+        sent, n = [message for message in messages if message.kind == "send"], call.axis.size
+        numel, size = (sum(each) * n // (n - 1) for each in ([m.numel for m in sent], [m.bytes for m in sent]))
+        kind, total = call.operation, sum(message.sent for message in sent)
+        self.record.append(Call("send", kind, numel, size, total, sent[0].dtype, n, sent[0].group))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = f"{func.namespace}.{func._opname}"
         if func.namespace in ("c10d", "_c10d_functional") and name not in _SILENT:
-            self.record.append(_call(name, args))
+            call = _call(name, args)
+            is_message = self._messages is not None and call.kind in ("send", "recv")
+            (self._messages if is_message else self.record).append(call)  # type: ignore[union-attr]
         return func(*args, **(kwargs or {}))
 
     def calls(self, name: str | None = None, *, group: str | None = None) -> int:

@@ -21,6 +21,8 @@ from megalite.mesh import Axis
 T = TypeVar("T")
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
+_TAGS = 2**31  # torch's tags are positive numbers of 32 bits
+
 # torch 2.13 renames the flat collectives and warns on the old names, which are the only ones in 2.11.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -87,38 +89,84 @@ def start_all_gather(x: Tensor, axis: Axis, *, dim: int = 0, into: Tensor | None
     part = x.movedim(dim, 0).contiguous()
     shape = (axis.size * part.shape[0], *part.shape[1:])
     whole = part.new_empty(shape) if into is None else into.view(shape)
-    start = partial(_all_gather_flat, whole, part, group=axis.group, async_op=True)
+    if _meets_peers(whole, axis):
+        shares = list(whole.view(axis.size, *part.shape).unbind())
+        mine = shares[axis.rank]
+        if mine.data_ptr() != part.data_ptr():
+            mine.copy_(part)
+        start = partial(_exchange, [mine] * axis.size, shares, axis, tag=0)
+    else:
+        start = partial(_all_gather_flat, whole, part, group=axis.group, async_op=True)
     return Pending(lambda: whole.movedim(0, dim), issue("all_gather", axis, [part], start))
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis, *, dim: int = 0) -> Pending[Tensor]:
+def start_reduce_scatter(x: Tensor, axis: Axis, *, dim: int = 0, into: Tensor | None = None) -> Pending[Tensor]:
     """Rank r gets the r-th part along `dim` of the sum of all ranks' x. Ring: each rank sends (n-1)/n of x.
 
+    into: where the result goes, along dim 0; it may be this rank's part of x. None: new memory.
     Gloo's own reduce-scatter is an all-reduce and a slice, twice the bytes; there the parts are exchanged and summed
     here, in rank order, in float32 if x is of half precision. Raises ValueError if the axis does not divide the dim.
     """
+    assert into is None or dim == 0, dim
     if axis.size == 1:
-        return Pending.done(x)
+        return Pending.done(x if into is None or into.data_ptr() == x.data_ptr() else into.copy_(x))
     axis.part(x.shape[dim])
     whole = x.movedim(dim, 0).contiguous()
-    share = (whole.shape[0] // axis.size, *whole.shape[1:])
-    if dist.get_backend(axis.group) == "gloo":
-        parts = torch.empty_like(whole)
-        start = partial(dist.all_to_all_single, parts, whole, group=axis.group, async_op=True)
-        flight = issue("reduce_scatter", axis, [whole], start)
-        return Pending(lambda: _sum_in_order(parts.view(axis.size, *share)).movedim(0, dim), flight)
-    part = whole.new_empty(share)
-    start = partial(_reduce_scatter_flat, part, whole, group=axis.group, async_op=True)
-    return Pending(lambda: part.movedim(0, dim), issue("reduce_scatter", axis, [whole], start))
+    shares = list(whole.view(axis.size, whole.shape[0] // axis.size, *whole.shape[1:]).unbind())
+    mine = shares[axis.rank]
+    start: Callable[[], Any]
+    if dist.get_backend(axis.group) != "gloo":
+        part = torch.empty_like(mine) if into is None else into
+        start = partial(_reduce_scatter_flat, part, whole, group=axis.group, async_op=True)
+        return Pending(lambda: part.movedim(0, dim), issue("reduce_scatter", axis, [whole], start))
+    if _meets_peers(whole, axis):
+        parts = [mine if share is mine else torch.empty_like(share) for share in shares]
+        start = partial(_exchange, shares, parts, axis, tag=1)
+    else:
+        received = torch.empty_like(whole)
+        parts = list(received.view(axis.size, *mine.shape).unbind())
+        start = partial(dist.all_to_all_single, received, whole, group=axis.group, async_op=True)
+    flight = issue("reduce_scatter", axis, [whole], start)
+    return Pending(lambda: _sum_in_order(parts, mine, into).movedim(0, dim), flight)
 
 
-def _sum_in_order(parts: Tensor) -> Tensor:
-    """parts[0] + parts[1] + ..., left to right: the same bits however many threads or vector lanes there are."""
-    wide = torch.float32 if parts.dtype in (torch.bfloat16, torch.float16) else parts.dtype
-    total = parts[0].to(wide) + parts[1]
-    for part in parts[2:]:
-        total += part
-    return total.to(parts.dtype)
+def _sum_in_order(parts: Sequence[Tensor], mine: Tensor, into: Tensor | None) -> Tensor:
+    """parts[0] + parts[1] + ..., left to right: the same bits however many threads or vector lanes there are.
+
+    The sum is made in a part that was received, or in `into`; `mine`, if it is among the parts, is the caller's.
+    """
+    total, *others = parts
+    if total.dtype in (torch.bfloat16, torch.float16):
+        wide = total.float()
+        for part in others:
+            wide += part
+        return wide.to(total.dtype) if into is None else into.copy_(wide)
+    for part in others:
+        kept = part if total is mine else total
+        total = torch.add(total, part, out=into if into is not None and part is others[-1] else kept)
+    return total
+
+
+def _meets_peers(x: Tensor, axis: Axis) -> bool:
+    """Whether shares go straight from rank to rank: on the CPU, where Gloo's collectives copy them on the way."""
+    return x.device.type == "cpu" and dist.get_backend(axis.group) == "gloo"
+
+
+def _exchange(sent: Sequence[Tensor], received: Sequence[Tensor], axis: Axis, *, tag: int) -> list[Any]:
+    """sent[r] goes to rank r of the axis, and received[r] comes from it, for all ranks but this one.
+
+    Gloo matches by tag, and dies of a message that is longer than its place. So the size is in the tag: ranks that
+    disagree in it miss one another until the timeout, which is an error that can be caught and named.
+    """
+    others = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
+    tag = (2 * sent[axis.rank].nbytes + tag) % _TAGS
+    # torch's profiler would note the end of each message when it is waited for, and crash if it has stopped before.
+    torch._C._autograd._enable_record_function(False)
+    try:
+        works = [dist.irecv(received[rank], group=axis.group, group_src=rank, tag=tag) for rank in others[::-1]]
+        return works + [dist.isend(sent[rank], group=axis.group, group_dst=rank, tag=tag) for rank in others]
+    finally:
+        torch._C._autograd._enable_record_function(True)
 
 
 def start_all_to_all(

@@ -180,9 +180,9 @@ def _moment(
         gradients = (summed + (padded[at + 1] if moving else 0)) * recipe.gradients
         gradients += begun * units[at] * recipe.weights  # as backward left them, until they are all there
     if sharing.stage >= 1 and sharing.shards > 1 and moving:
-        # With Gloo the parts of all ranks and their sum; with NCCL the sum alone.
-        received = share[at + 1] + (padded[at + 1] if training.micro.on_cpu else 0)
-        temporaries += received * recipe.gradients
+        # With Gloo the parts of all other ranks, in one of which the sum is made; with NCCL the sum alone.
+        parts = sharing.shards - 1 if training.micro.on_cpu else 1
+        temporaries += parts * share[at + 1] * recipe.gradients
     return Moment(name, weights, gradients, activations, temporaries, held.masters + held.moments)
 
 

@@ -127,11 +127,7 @@ class Unit:
         if self.stage >= 2:
             self.gradients.free()
         self._fill([one for one, _ in counted], seed, offload=sharding.offload)
-        share = self.part.stop - self.part.start
-        self._shard = Flat(share, dtype=self.gradients.tensor.dtype, device=device) if self.stage >= 2 else None
-        if self._shard is not None:
-            self._shard.free()
-        self._has_sum = False  # whether the shard holds something of this step
+        self._sum: Tensor | None = None  # at stages 2 and 3 what is summed of this step: this rank's shard
         self.missing = len(self.slots)  # slots without the arrivals that are due
         self.is_open = False  # whether gradients may arrive
         self._reducing: Pending[Tensor] | None = None
@@ -145,7 +141,10 @@ class Unit:
     @property
     def gradient_shard(self) -> Tensor:
         """This rank's part of the gradients' sum, once it is there."""
-        return self.gradients.tensor[self.part] if self._shard is None else self._shard.tensor
+        if self.stage < 2:
+            return self.gradients.tensor[self.part]
+        assert self._sum is not None, self.name
+        return self._sum
 
     @torch.no_grad()
     def _fill(self, held: Sequence[Held], seed: int | None, *, offload: bool) -> None:
@@ -172,9 +171,10 @@ class Unit:
 
     def live(self) -> dict[str, list[Tensor]]:
         """What has memory at this moment, by kind (weights, masters, gradients); each storage once."""
-        flats = {"weights": [self.weights], "gradients": [self.gradients, *([self._shard] if self._shard else [])]}
-        found = {kind: [flat.tensor for flat in group if flat.is_allocated] for kind, group in flats.items()}
+        flats = {"weights": self.weights, "gradients": self.gradients}
+        found = {kind: [flat.tensor] if flat.is_allocated else [] for kind, flat in flats.items()}
         found["gradients"] += [slot.waiting for slot in self.slots if slot.waiting is not None]
+        found["gradients"] += [] if self._sum is None else [self._sum]
         found["weights"] += [self.weight_shard] if self.is_sharded else []
         found["masters"] = [] if self.masters is self.weight_shard else [self.masters]
         return found
@@ -192,7 +192,7 @@ class Unit:
 
     def open(self) -> None:
         """Gradients of a new step may arrive."""
-        self.is_open, self._has_sum = True, False
+        self.is_open, self._sum = True, None
         for slot in self.slots:
             slot.arrivals, slot.written, slot.waiting, slot.promised = 0, False, None, 0
 
@@ -200,7 +200,7 @@ class Unit:
         """One arrival, given away. Where gradients are kept whole it goes into the flat buffer: the first of a round is
         copied, later ones are added, nothing is zeroed before. Else it waits as it is for the unit's launch."""
         slot.arrivals += 1
-        if self._shard is not None:
+        if self.stage >= 2:
             gradient = gradient if slot.waiting is None else slot.waiting.to(slot.gradient.dtype).add_(gradient)
             slot.waiting = gradient
         elif slot.written:
@@ -223,37 +223,35 @@ class Unit:
                 valid = slot.spec.valid_box()[dim].stop
                 slot.gradient.narrow(dim, valid, slot.gradient.shape[dim] - valid).zero_()
         flat[self.slots[-1].part.stop :] = 0
-        if self.shards.size == 1 and self._shard is None:
+        if self.shards.size == 1 and self.stage < 2:
             self._reducing = start_all_reduce(flat, self.replicas)
         else:
-            self._reducing = start_reduce_scatter(flat, self.shards)
+            # Where gradients are kept whole, the sum goes in the place of this rank's part.
+            self._reducing = start_reduce_scatter(flat, self.shards, into=flat[self.part] if self.stage < 2 else None)
 
     def finish(self) -> None:
         """The sum that was launched has come; what is kept of it is the shard."""
         assert self._reducing is not None
         total, self._reducing = self.meet(self._reducing, "summed", self.axis), None
-        if self._shard is None:
-            if self.shards.size > 1:
-                self.gradient_shard.copy_(total)
+        if self.stage < 2:
             return
-        self._shard.allocate()
-        if self._has_sum:
-            self._shard.tensor.add_(total)
+        if self._sum is not None:
+            self._sum.add_(total)
         else:
-            self._shard.tensor.copy_(total)
-        self._has_sum = True
+            # Over one rank the sum is the flat buffer itself, which is given back.
+            self._sum = total.clone() if total is self.gradients.tensor else total
         self.gradients.free()
 
     def settle(self) -> Pending[Tensor]:
         """After the last round: the shard is summed over the replicas too, where that was not done already."""
-        if self.shards.size == 1 and self._shard is None:
+        self.wait()  # for weights that no forward of this step has read: their masters change now
+        if self.shards.size == 1 and self.stage < 2:
             return Pending.done(self.gradient_shard)
         return start_all_reduce(self.gradient_shard, self.replicas)
 
     def close(self) -> None:
         """After the update: the gradients are not needed any more."""
-        if self._shard is not None:
-            self._shard.free()
+        self._sum = None
 
     # Weights: gather, wait, release. Parameters are guarded while they are not whole.
 

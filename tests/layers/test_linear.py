@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.comm import Pending
+from megalite.comm import Call, Observer, observe
 from megalite.layers.linear import ColumnParallelLinear, RowParallelLinear, parallel_linear
 from megalite.layers.rows import SEQUENCE_DIM, sequence_first
 from megalite.mesh import Axis
@@ -158,21 +158,24 @@ def test_a_layer_of_two_pairs_sends_what_the_formula_says():
     assert [forward + backward for _, _, forward, backward in TRAFFIC.values()] == [8, 8, 10, 12]
 
 
-class _Events(TorchDispatchMode):
-    """The order in which collectives and matrix products are issued."""
+class _Events(TorchDispatchMode, Observer):
+    """The order in which collectives and matrix products are issued, and what is waited for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        name = func._opname
-        if func.namespace == "c10d" or name in ("mm", "addmm"):
-            out = func(*args, **(kwargs or {}))
-            shape = tuple(out.shape) if name in ("mm", "addmm") else ()
-            self.names.append({"_allgather_base_": "gather", "alltoall_base_": "scatter"}.get(name, f"{name}{shape}"))
-            return out
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if func._opname in ("mm", "addmm"):
+            self.names.append(f"{func._opname}{tuple(out.shape)}")
+        return out
+
+    def issued(self, call: Call) -> None:
+        self.names.append(call.operation)
+
+    def waiting(self, call: Call) -> None:
+        self.names.append("wait")
 
 
 def _order(kind: Kind, sequence_parallel: bool, deferred: bool) -> list[str]:
@@ -180,10 +183,10 @@ def _order(kind: Kind, sequence_parallel: bool, deferred: bool) -> list[str]:
     layer = kind(IN, OUT, False, tp=axis, sequence_parallel=sequence_parallel, dtype=torch.float64)
     x_dim, _ = CUTS[kind, sequence_parallel]
     y = layer(x := _slice(draw(BATCH, SEQ, IN), axis, x_dim).requires_grad_())
-    with _Events() as events:
+    with _Events() as events, observe(events):
         _backward(y, torch.ones_like(y), deferred=deferred)
     assert x.grad is not None
-    return events.names
+    return [name for name in events.names if name != "wait"]
 
 
 ROWS, HALF_IN, HALF_OUT = BATCH * SEQ, IN // 2, OUT // 2
@@ -191,13 +194,13 @@ ROWS, HALF_IN, HALF_OUT = BATCH * SEQ, IN // 2, OUT // 2
 
 ORDER = {
     # x travels under dX, the sum of dX under dW
-    (ColumnParallelLinear, True, False): ["gather", f"mm{(ROWS, IN)}", "scatter", f"mm{(HALF_OUT, IN)}"],
-    (ColumnParallelLinear, False, False): [f"mm{(ROWS, IN)}", "allreduce_()", f"mm{(HALF_OUT, IN)}"],
-    (RowParallelLinear, True, False): ["gather", f"mm{(ROWS, HALF_IN)}", f"mm{(OUT, HALF_IN)}"],
+    (ColumnParallelLinear, True, False): ["all_gather", f"mm{(ROWS, IN)}", "reduce_scatter", f"mm{(HALF_OUT, IN)}"],
+    (ColumnParallelLinear, False, False): [f"mm{(ROWS, IN)}", "all_reduce", f"mm{(HALF_OUT, IN)}"],
+    (RowParallelLinear, True, False): ["all_gather", f"mm{(ROWS, HALF_IN)}", f"mm{(OUT, HALF_IN)}"],
     (RowParallelLinear, False, False): [f"mm{(ROWS, HALF_IN)}", f"mm{(OUT, HALF_IN)}"],
     # deferred, x is not gathered before it is wanted
-    (ColumnParallelLinear, True, True): [f"mm{(ROWS, IN)}", "scatter", "gather", f"mm{(HALF_OUT, IN)}"],
-    (RowParallelLinear, True, True): ["gather", f"mm{(ROWS, HALF_IN)}", "gather", f"mm{(OUT, HALF_IN)}"],
+    (ColumnParallelLinear, True, True): [f"mm{(ROWS, IN)}", "reduce_scatter", "all_gather", f"mm{(HALF_OUT, IN)}"],
+    (RowParallelLinear, True, True): ["all_gather", f"mm{(ROWS, HALF_IN)}", "all_gather", f"mm{(OUT, HALF_IN)}"],
 }
 
 
@@ -212,15 +215,13 @@ def _waits() -> list[str]:
     layer = ColumnParallelLinear(IN, OUT, False, tp=axis, sequence_parallel=True, dtype=torch.float64)
     x = draw(BATCH, SEQ // axis.size, IN).requires_grad_()
     y = layer(x)
-    with _Events() as events, pytest.MonkeyPatch.context() as patch:
-        wait = Pending.wait
-        patch.setattr(Pending, "wait", lambda self: (self._flight and events.names.append("wait")) or wait(self))
+    with _Events() as events, observe(events):
         y.backward(torch.ones_like(y))
     return [name.split("(")[0] for name in events.names]
 
 
 def test_and_is_waited_for_only_after_that_product():
-    assert run(_waits, 2) == [["gather", "mm", "scatter", "wait", "mm", "wait"]] * 2
+    assert run(_waits, 2) == [["all_gather", "mm", "reduce_scatter", "wait", "mm", "wait"]] * 2
 
 
 def test_under_sequence_parallelism_what_is_kept_for_backward_is_cut():

@@ -120,7 +120,7 @@ def expected(unit: str, m: int, *, stage: int, reshard: str = "forward", tied: b
     else:
         once = ("embedding", "positions") if tied else ("embedding", "positions", "norm + head")
         gathers = m if unit in once else 2 * m
-    return {"all_gather": gathers, "all_to_all": m if stage >= 2 else 1}  # comm's reduce-scatter on Gloo
+    return {"all_gather": gathers, "reduce_scatter": m if stage >= 2 else 1}
 
 
 CHOICES = [{"stage": stage, "microbatches": m} for stage in (0, 1, 2) for m in MICROBATCHES] + [
@@ -132,7 +132,7 @@ CHOICES = [{"stage": stage, "microbatches": m} for stage in (0, 1, 2) for m in M
 
 
 SIZES = {"float32": 4, "bfloat16": 2}
-SHARES = {"all_gather": 1, "all_to_all": 1, "all_reduce": 2}
+SHARES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_hybrid_gathers_and_scatters_among_neighbours_and_sums_shards_over_rep
         for stage, kinds, elements in rank:
             data = "dense_data"
             reductions = 3 if stage >= 2 else 1
-            assert kinds["all_to_all", f"{data}_shards2", 2] == reductions * elements
+            assert kinds["reduce_scatter", f"{data}_shards2", 2] == reductions * elements
             assert kinds["all_reduce", f"{data}_replicas2", 2] == elements // 2
             gathered = kinds["all_gather", f"{data}_gathers2", 2]
             assert gathered == elements if stage < 3 else gathered > 3 * elements
@@ -219,7 +219,7 @@ def dtypes_of_gradients() -> list[set[tuple[str, str]]]:
 
 def test_every_collective_of_gradients_is_in_float32_under_bfloat16_at_every_stage():
     """FAULTS Z4: the sums over tp too. Weights alone travel in bfloat16."""
-    summed, weights = {("all_to_all", "float32"), ("all_reduce", "float32")}, {("all_gather", "bfloat16")}
+    summed, weights = {("reduce_scatter", "float32"), ("all_reduce", "float32")}, {("all_gather", "bfloat16")}
     ranks = run(dtypes_of_gradients, 4)
     assert all(stages[0] == {("all_reduce", "float32")} for stages in ranks)
     for stage in (1, 2, 3):  # over tp only where a rank's shard has the partial parameter
@@ -233,7 +233,7 @@ def reductions(microbatches: int) -> list[int]:
         model = Model(tied=True)
         zero = Zero(model, mesh, units=(Block,), stage=stage, optimizer=adamw, seed=0)
         calls = [a_step(zero, model, mesh, microbatches) for _ in range(2)][1]
-        number = sum(call.kind in ("all_reduce", "all_to_all") for call in calls)
+        number = sum(call.kind in ("all_reduce", "reduce_scatter") for call in calls)
         assert number % len(zero.units) == 0
         found.append(number // len(zero.units))
     return found
