@@ -232,7 +232,7 @@ class _Run:
         return None
 
     def _backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        """Gradients of a stage's parameters; returns that of its input, zeros where the output does not depend on it."""
+        """Backward of one micro-batch. Returns the gradient of the stage's input, zeros where nothing depends on it."""
         one = self.passes.pop((stage, microbatch))
         if gradient is None:
             assert stage == self.last_stage, f"micro-batch {microbatch} in stage {stage} has no gradient"

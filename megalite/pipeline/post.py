@@ -184,8 +184,8 @@ class Post:
             raise ValueError(f"{gave}; between stages travel tensors of {legal}, with at most {MOST_DIMS} dims")
         if form != (known or form):
             raise ValueError(
-                f"{gave} for micro-batch {message.microbatch}, and {known} before, for tensors of the same shapes: what "
-                "a stage gives must follow from the shapes in its micro-batch"
+                f"{gave} for micro-batch {message.microbatch}, and {known} before, for a micro-batch of the same "
+                "shapes: what a stage gives must follow from the shapes in its micro-batch"
             )
         self._forms[self._key(message)] = form
         return known is None

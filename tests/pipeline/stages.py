@@ -1,8 +1,8 @@
 """Small stages for the laws of the pipeline, and what one process makes of them.
 
 A model is a list of *bodies*, modules from activation to activation; the first stage reads the micro-batch's x, the
-last gives the summed squared distance to its target. Every weight is drawn from the number of its stage, so each rank
-builds its own stages alone.
+last gives the summed squared distance to its target, or to as many entries of it as there are. Every weight is drawn
+from the number of its stage, so each rank builds its own stages alone.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class Stage(nn.Module):
     def forward(self, x: Tensor | None, example: Example) -> Tensor:
         assert (x is None) == self.is_first
         y = self.body(example.x if x is None else x)
-        return (y - example.target).square().sum() if self.is_last else y
+        if not self.is_last:
+            return y
+        return (y - example.target.flatten()[: y.numel()].view(y.shape)).square().sum()
 
 
 Bodies = Sequence[Callable[[], nn.Module]]
