@@ -34,10 +34,18 @@ class Look(NamedTuple):
     ink: Colour
 
 
-def look(action: Action, schedule: Schedule) -> Look:
-    """Of two virtual stages the second is written small, of more each has a letter: F3 f3, or Fa3 Fb3 Fc3."""
-    stages = schedule.stages_of(schedule.rank_of[action.stage])
-    return _look(action.kind, stages.index(action.stage), schedule.stages_per_rank)
+Looks = dict[tuple[str, int], Look]
+
+
+def looks(schedule: Schedule) -> Looks:
+    """(kind, stage) -> how it looks. Of two virtual stages the second is written small, of more each has a letter: F3
+    f3, or Fa3 Fb3 Fc3."""
+    return {
+        (kind, stage): _look(kind, virtual_stage, schedule.stages_per_rank)
+        for rank in range(schedule.ranks)
+        for virtual_stage, stage in enumerate(schedule.stages_of(rank))
+        for kind in KINDS
+    }
 
 
 def _look(kind: str, virtual_stage: int, virtual_stages: int) -> Look:
@@ -48,17 +56,24 @@ def _look(kind: str, virtual_stage: int, virtual_stages: int) -> Look:
         name = kind + chr(ord("a") + virtual_stage)
     white = LIGHTEST * virtual_stage / max(1, virtual_stages - 1)
     red, green, blue = (round(part + (255 - part) * white) for part in HUES[kind])
-    ink = WHITE if 0.299 * red + 0.587 * green + 0.114 * blue < 140 else BLACK  # brightness as ITU-R BT.601 weighs it
-    return Look(name, (red, green, blue), ink)
+    fill = (red, green, blue)
+    return Look(name, fill, WHITE if _luminance(fill) < 0.3 else BLACK)  # a contrast of 3 : 1 at least
+
+
+def _luminance(colour: Colour) -> float:
+    """From 0 to 1, as WCAG 2 defines it."""
+    linear = [part / 255 / 12.92 if part <= 10 else ((part / 255 + 0.055) / 1.055) ** 2.4 for part in colour]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def legend(schedule: Schedule) -> list[tuple[Look, str]]:
     """What stands for what, of the kinds and virtual stages that a schedule has."""
     found = []
+    virtual_stages = schedule.stages_per_rank
     for kind in _kinds(schedule):
-        for virtual_stage in range(schedule.stages_per_rank):
-            which = f", virtual stage {virtual_stage}" if schedule.stages_per_rank > 1 else ""
-            found.append((_look(kind, virtual_stage, schedule.stages_per_rank), MEANINGS[kind] + which))
+        for virtual_stage in range(virtual_stages):
+            which = f", virtual stage {virtual_stage}" if virtual_stages > 1 else ""
+            found.append((_look(kind, virtual_stage, virtual_stages), MEANINGS[kind] + which))
     return found
 
 
@@ -88,13 +103,15 @@ def text(timeline: Timeline, *, width: int = 100, colour: bool = False) -> str:
     margin = len(f"rank {timeline.schedule.ranks - 1} ")
     width = max(width - margin, 20)
     begin = min(row[0].start for row in timeline.rows)
-    scale = _scale(timeline, width)
-    rows = [list(_cells(timeline.schedule, row, begin, scale)) for row in timeline.rows]
+    drawn = looks(timeline.schedule)
+    scale = _scale(timeline, drawn, width)
+    rows = [list(_cells(drawn, row, begin, scale)) for row in timeline.rows]
     lines, left, total = [], 0, max(map(len, rows))
     while left < total:
         right = total if left + width >= total else _cut(rows, left, left + width)
         first, last = (number(begin + Fraction(edge) / scale) for edge in (left, right))
-        lines.append(" " * margin + first + last.rjust(right - left - len(first)))
+        room = right - left - len(first)
+        lines.append(" " * margin + first + (last.rjust(room) if room > len(last) else ""))
         for rank, row in enumerate(rows):
             lines.append((f"rank {rank} ".ljust(margin) + _paint(row[left:right], colour)).rstrip())
         left = right
@@ -115,28 +132,34 @@ def text_legend(schedule: Schedule, *, colour: bool = False) -> str:
     return ", ".join([*words, "dots: waiting"])
 
 
-def _scale(timeline: Timeline, width: int) -> Fraction:
+def _scale(timeline: Timeline, drawn: Looks, width: int) -> Fraction:
     """Cells a unit of time."""
-    lengths = [(Fraction(end - start), action) for row in timeline.rows for action, start, end in row if end > start]
-    if not lengths:
+    events = [event for row in timeline.rows for event in row if event.end > event.start]
+    if not events:
         return Fraction(1)
-    shortest = min(length for length, _ in lengths)
-    wanted = max(len(_label(action, timeline.schedule)) / length for length, action in lengths)
-    scale = math.ceil(wanted * shortest) / shortest  # whole cells for the shortest, so that equal boxes look equal
+    lengths = [Fraction(event.end - event.start) for event in events]
+    names = [len(_label(event.action, drawn)) for event in events]
+    shortest = min(lengths)
+    for spare in (0, 1):  # where boxes do not begin with a cell, rounding may take one from them
+        wanted = max((name + spare) / length for name, length in zip(names, lengths, strict=True))
+        scale = math.ceil(wanted * shortest) / shortest  # whole cells for the shortest, so that equal boxes look equal
+        if all((Fraction(event.start) * scale).denominator == 1 for event in events):
+            break
     return min(scale, Fraction(MOST_BANDS * width) / Fraction(timeline.makespan))
 
 
-def _label(action: Action, schedule: Schedule) -> str:
-    return look(action, schedule).name + str(action.microbatch)
+def _label(action: Action, drawn: Looks) -> str:
+    return drawn[action.kind, action.stage].name + str(action.microbatch)
 
 
-def _cells(schedule: Schedule, row: Sequence[Event], begin: Number, scale: Fraction) -> Iterator[Cell]:
+def _cells(drawn: Looks, row: Sequence[Event], begin: Number, scale: Fraction) -> Iterator[Cell]:
     at, idle = 0, " "
     for action, start, end in row:
         left, right = (round(Fraction(time - begin) * scale) for time in (start, end))
         yield from [Cell(idle)] * (left - at)
-        label = _label(action, schedule)[: right - left].ljust(right - left, "-")
-        yield from (Cell(letter, look(action, schedule), place == 0) for place, letter in enumerate(label))
+        look = drawn[action.kind, action.stage]
+        label = _label(action, drawn)[: right - left].ljust(right - left, "-")
+        yield from (Cell(letter, look, place == 0) for place, letter in enumerate(label))
         at, idle = right, "."
 
 
@@ -161,9 +184,9 @@ def _paint(cells: Sequence[Cell], colour: bool) -> str:
     return "".join(painted) + ("\x1b[0m" if before else "")
 
 
-def _escape(its_look: Look) -> str:
-    red, green, blue = its_look.fill
-    return f"\x1b[0;{37 if its_look.ink == WHITE else 30};48;2;{red};{green};{blue}m"
+def _escape(look: Look) -> str:
+    red, green, blue = look.fill
+    return f"\x1b[0;{37 if look.ink == WHITE else 30};48;2;{red};{green};{blue}m"
 
 
 def number(value: Number) -> str:
@@ -191,14 +214,15 @@ class Box(NamedTuple):
 
 def boxes(timeline: Timeline) -> list[Box]:
     """All actions that take time, rank by rank, in order."""
-    schedule, found = timeline.schedule, []
+    schedule, drawn = timeline.schedule, looks(timeline.schedule)
+    found = []
     begin = min(row[0].start for row in timeline.rows)
     for rank, row in enumerate(timeline.rows):
         for before, (action, start, end) in zip([None, *row], row, strict=False):
             if end > start:
                 paired = action in schedule.paired or (before is not None and before.action in schedule.paired)
                 left, length = float(start - begin), float(end - start)
-                found.append(Box(rank, action, left, length, look(action, schedule), paired))
+                found.append(Box(rank, action, left, length, drawn[action.kind, action.stage], paired))
     return found
 
 
@@ -230,9 +254,9 @@ def svg(timeline: Timeline, *, title: str = "") -> str:
         parts += [_boxed(box, MARGIN + box.left * scale, y, box.length * scale) for box in mine]
     parts.append(_written("0", MARGIN, below + FONT))
     parts.append(_written(number(timeline.makespan), MARGIN + time * scale, below + FONT, anchor="end"))
-    for place, (its_look, meaning) in enumerate(entries):
+    for place, (look, meaning) in enumerate(entries):
         y = below + 2 * FONT + place * ROW
-        parts.append(_filled(its_look.fill, MARGIN, y, ROW, FONT + 3) + _written(meaning, MARGIN + 1.5 * ROW, y + FONT))
+        parts.append(_filled(look.fill, MARGIN, y, ROW, FONT + 3) + _written(meaning, MARGIN + 1.5 * ROW, y + FONT))
     return "\n".join([*parts, "</svg>\n"])
 
 
@@ -282,6 +306,6 @@ def png(timeline: Timeline, path: Path, *, title: str = "") -> None:
     axes.invert_yaxis()
     axes.set_title(title or schedule.name)
     axes.margins(x=0)
-    patches = [Patch(facecolor=_hex(its_look.fill), label=meaning) for its_look, meaning in legend(schedule)]
+    patches = [Patch(facecolor=_hex(look.fill), label=meaning) for look, meaning in legend(schedule)]
     figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=120)

@@ -84,19 +84,33 @@ def _by_lane(messages: Iterator[Message | None]) -> dict[Lane, tuple[Message, ..
 
 def lanes_of(rank_of: Sequence[int], *, backward: bool = True) -> tuple[Lane, ...]:
     """The lanes that any schedule over this placement uses. rank_of: stage -> rank."""
-    lanes = set()
-    for source, target in pairwise(rank_of):
+    activations, gradients = _lanes_to(rank_of)
+    return tuple(sorted({*activations.values(), *(gradients.values() if backward else ())}))
+
+
+def _lanes_to(rank_of: Sequence[int]) -> tuple[dict[int, Lane], dict[int, Lane]]:
+    """Stage -> the lane by which its activations come, and that of its gradients, where one does."""
+    activations, gradients = {}, {}
+    for stage, (source, target) in enumerate(pairwise(rank_of)):
         if source != target:
-            lanes.add(Lane(source, target, ACTIVATION))
-            if backward:
-                lanes.add(Lane(target, source, GRADIENT))
-    return tuple(sorted(lanes))
+            activations[stage + 1] = Lane(source, target, ACTIVATION)
+            gradients[stage] = Lane(target, source, GRADIENT)
+    return activations, gradients
 
 
 def lower(schedule: Schedule) -> Lowered:
     """A schedule with its messages, as it is: whether they meet is for `check` to say."""
-    rows = tuple(tuple(_step(action, schedule.rank_of) for action in row) for row in schedule.rows)
-    backward = any(step.action.kind != "F" for row in rows for step in row)
+    activations, gradients = _lanes_to(schedule.rank_of)
+
+    def step(action: Action) -> Step:
+        kind, stage, microbatch = action
+        if kind == "W":
+            return Step(action, None, None)
+        lanes, reader = (activations, stage + 1) if kind == "F" else (gradients, stage - 1)
+        return Step(action, _message(lanes, stage, microbatch), _message(lanes, reader, microbatch))
+
+    rows = tuple(tuple(map(step, row)) for row in schedule.rows)
+    backward = any(action.kind != "F" for row in schedule.rows for action in row)
     return Lowered(schedule, rows, lanes_of(schedule.rank_of, backward=backward))
 
 
@@ -113,18 +127,8 @@ def lower_forward(rank_of: Sequence[int], microbatches: int) -> Lowered:
     return lower(Schedule("forward", tuple(map(tuple, rows)), tuple(rank_of)))
 
 
-def _step(action: Action, rank_of: Sequence[int]) -> Step:
-    kind, stage, microbatch = action
-    if kind == "W":
-        return Step(action, None, None)
-    lane_kind, ahead = (ACTIVATION, 1) if kind == "F" else (GRADIENT, -1)
-
-    def message(source: int, target: int) -> Message | None:
-        if -1 in (source, target) or len(rank_of) in (source, target) or rank_of[source] == rank_of[target]:
-            return None
-        return Message(Lane(rank_of[source], rank_of[target], lane_kind), target, microbatch)
-
-    return Step(action, message(stage - ahead, stage), message(stage, stage + ahead))
+def _message(lanes: dict[int, Lane], stage: int, microbatch: int) -> Message | None:
+    return Message(lanes[stage], stage, microbatch) if stage in lanes else None
 
 
 def check(schedule: Schedule) -> Lowered:
