@@ -169,14 +169,14 @@ def _one(options: argparse.Namespace) -> Iterator[str]:
     else:
         schedule = _made(options.name, options, virtual_stages=options.virtual_stages, group=options.group)
     timeline = _timeline(schedule, options)
-    if options.print or options.csv:
-        yield schedule.to_csv() if options.csv else str(schedule)
-    else:
-        yield from _report(timeline, options)
     if options.svg:
         options.svg.write_text(svg(timeline))
     if options.png:
         png(timeline, options.png)
+    if options.print or options.csv:
+        yield schedule.to_csv() if options.csv else str(schedule)
+    else:
+        yield from _report(timeline, options)
 
 
 def _read(path: Path) -> Schedule:
