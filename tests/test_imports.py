@@ -35,7 +35,7 @@ ARROWS = {
     "zero": ["spec", "comm"],
     "checkpoint": ["zero"],
     "pipeline": ["weight_grad", "comm", "mesh"],
-    "cost": ["mesh", "models.config", "pipeline.schedule", "pipeline.simulate"],
+    "cost": ["mesh", "models.config", "models.part", "pipeline.schedule", "pipeline.simulate"],
     "train": ["models", "data", "zero", "checkpoint", "pipeline", "cost"],
 }
 TOOLS = {"convert", "generate", "plan", "plot", "parity"}  # a thin main each: may import all, and nothing imports them

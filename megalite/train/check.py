@@ -21,11 +21,11 @@ POSITIVE = (
     *("seq_len", "global_batch_size", "micro_batch_size", "steps", "stop_after", "layout.dp", "log.every"),
     *("cluster.threads", "cluster.timeout_seconds", "cluster.peak_tflops", "link.bandwidth_gb_per_sec"),
     *("optim.max_norm", "optim.eps", "optim.newton_schulz_steps", "loss.chunk_tokens", "eval.sequences"),
-    "recompute_every",
+    *("recompute_every", "pipeline.virtual_stages", "pipeline.group"),
 )
 NOT_NEGATIVE = (
     *("seed", "eval.every", "loss.z_loss", "data.validation_period", "data.prefetch", "log.ranks_every"),
-    "link.latency_ms",
+    *("link.latency_ms", "pipeline.embedding_layers", "pipeline.head_layers"),
     *("zero.prefetch", "optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.decay_steps", "optim.weight_decay"),
 )
 

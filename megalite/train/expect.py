@@ -18,6 +18,7 @@ from megalite.cost.published import layer_activations
 from megalite.cost.weights import Cut
 from megalite.models.config import MLPConfig
 from megalite.train.config import Config
+from megalite.train.placement import placement
 from megalite.train.spans import Span, micro_batch, microbatches, spans_of
 from megalite.train.strict import ConfigError
 
@@ -44,26 +45,34 @@ class Memory:
         return self.peak.total
 
 
-def expected_memory(config: Config, *, on_cpu: bool = True, shard_rank: int = 0) -> Memory:
+def expected_memory(config: Config, *, on_cpu: bool = True, shard_rank: int = 0, pp_rank: int = 0) -> Memory:
     """Of one rank, in the span of steps that needs most. config: as `check` gives it.
 
-    shard_rank: which of the ranks that share it is; the first has most. What is exact and what an estimate is said in
-    `megalite.cost.memory`, `activations` and `peak`.
+    shard_rank: which of the ranks that share it is; the first has most. pp_rank: its place on pp. What is exact and
+    what an estimate is said in `megalite.cost.memory`, `activations` and `peak`.
     """
-    needs = [memory_of(config, span, on_cpu=on_cpu, shard_rank=shard_rank) for span in spans_of(config)]
-    return max(needs, key=lambda need: need.total)
+    how: dict[str, Any] = {"on_cpu": on_cpu, "shard_rank": shard_rank, "pp_rank": pp_rank}
+    return max((memory_of(config, span, **how) for span in spans_of(config)), key=lambda need: need.total)
 
 
-def training_of(config: Config, span: Span, *, on_cpu: bool = True, shard_rank: int = 0) -> Training:
+def expected_of_all(config: Config, *, on_cpu: bool = True) -> list[Memory]:
+    """`expected_memory` of each rank of pp."""
+    return [expected_memory(config, on_cpu=on_cpu, pp_rank=rank) for rank in range(config.layout.pp)]
+
+
+def training_of(
+    config: Config, span: Span, *, on_cpu: bool = True, shard_rank: int = 0, pp_rank: int = 0
+) -> Training:
     """All that the memory of a step depends on."""
     assert config.layout.dp is not None, "check() fills it in"
-    optim, cut, recipe = config.optim, cut_of(config), recipe_of(config)
+    optim, cut, recipe = config.optim, cut_of(config, pp_rank), recipe_of(config)
     sharing = sharing_of(config, rank=shard_rank)
     # Of muon and adafactor a bound: they keep less of matrices.
     moments = int(optim.betas[0] > 0) if optim.name == "sgd" else 2
     held = state(config.model, cut, sharing, recipe, moments=moments)
+    schedule = placement(config).schedule(microbatches(config, span))
     return Training(
-        config.model, cut, pass_of(config, span, on_cpu=on_cpu), sharing, recipe, microbatches(config, span), held
+        config.model, cut, pass_of(config, span, on_cpu=on_cpu), sharing, recipe, held, schedule, pp_rank
     )
 
 
@@ -89,15 +98,15 @@ def sharing_of(config: Config, *, rank: int = 0) -> Sharing:
     )
 
 
-def sent_bytes(config: Config, span: Span, *, shard_rank: int = 0) -> dict[str, float]:
-    """Axis -> bytes that each rank sends in a step of this span. The arguments are those of `expected_memory`."""
-    layout = config.layout
-    assert layout.dp is not None, "check() fills it in"
+def sent_bytes(config: Config, span: Span, *, shard_rank: int = 0, pp_rank: int = 0) -> dict[str, float]:
+    """Axis -> bytes that a rank sends in a step of this span. The arguments are those of `expected_memory`."""
+    layout, cut = config.layout, cut_of(config, pp_rank)
     batch = micro_batch(config, span.global_batch_size)
-    full = _recomputed_layers(config) if config.recompute == "full" else 0
-    mlps = _recomputed_layers(config) if config.recompute == "selective" and "mlp" in config.recompute_ops else 0
+    again = _recomputed_layers(config, cut)
+    full = again if config.recompute == "full" else 0
+    mlps = again if config.recompute == "selective" and "mlp" in config.recompute_ops else 0
     step = Step(
-        microbatches=microbatches(config, span),
+        row=placement(config).schedule(microbatches(config, span)).rows[pp_rank],
         tokens=batch * (span.seq_len if span.has_sequences else 1),
         value_bytes=VALUE_BYTES[config.precision.compute],
         gradient_bytes=recipe_of(config).gradients,
@@ -107,7 +116,7 @@ def sent_bytes(config: Config, span: Span, *, shard_rank: int = 0) -> dict[str, 
     )
     sharing = sharing_of(config, rank=shard_rank)
     world = sharing.data_ranks * layout.tp * layout.pp
-    rows = traffic(config.model, cut_of(config), step, sharing=sharing, world=world)
+    rows = traffic(config.model, cut, step, sharing=sharing, world=world, pp=layout.pp)
     return by_axis(rows)
 
 
@@ -121,12 +130,13 @@ def require_memory(config: Config, available: int | None) -> None:
     available: bytes that a rank can have; None = nobody knows. Only what is certain counts: weights, masters, gradients
     and moments. Raises ConfigError with both numbers, unless cluster.check_memory=false.
     """
-    needed = expected_memory(config).state.between
+    needed = max(need.state.between for need in expected_of_all(config))
     if config.cluster.check_memory and available is not None and needed > available:
         raise ConfigError(
             f"{config.model.parameter_count():,} parameters need {needed / GIB:,.1f} GiB a rank (weights, masters, "
             f"gradients, moments), and a rank can have {available / GIB:,.1f} GiB; take zero.stage=3 over more data "
-            "ranks, a larger layout.tp, a smaller model, fewer ranks a machine, or cluster.check_memory=false to try"
+            "ranks, a larger layout.tp or layout.pp, a smaller model, fewer ranks a machine, or "
+            "cluster.check_memory=false to try"
         )
 
 
@@ -168,15 +178,17 @@ def _container(cgroup: Path) -> int | None:
     return max(int(limit) - int(used) + int(reclaimable), 1)
 
 
-def memory_of(config: Config, span: Span, *, on_cpu: bool = True, shard_rank: int = 0) -> Memory:
+def memory_of(
+    config: Config, span: Span, *, on_cpu: bool = True, shard_rank: int = 0, pp_rank: int = 0
+) -> Memory:
     """As `expected_memory`, in one span of steps."""
-    training = training_of(config, span, on_cpu=on_cpu, shard_rank=shard_rank)
+    training = training_of(config, span, on_cpu=on_cpu, shard_rank=shard_rank, pp_rank=pp_rank)
     kept = kept_activations(training.model, training.cut, training.micro)
     return Memory(training.held, kept, peak(training), published_activations(training))
 
 
 def published_activations(training: Training) -> float:
-    """Of all layers, by the formulas of arXiv:2205.05198; 0 for the deep MLP, which they are not about."""
+    """Of a rank's layers, by the formulas of arXiv:2205.05198; 0 for the deep MLP, which they are not about."""
     model, cut, micro = training.model, training.cut, training.micro
     if isinstance(model, MLPConfig):
         return 0.0
@@ -191,8 +203,9 @@ def published_activations(training: Training) -> float:
         "fused_attention": model.attn_implementation == "sdpa",
     }
     again = layer_activations(**how, recompute=micro.recompute, ops=tuple(micro.ops) or ("attention",))
-    times = 0 if micro.recompute == "none" else -(-model.num_hidden_layers // micro.every)
-    return times * again + (model.num_hidden_layers - times) * layer_activations(**how)
+    layers = cut.layers(model)
+    times = 0 if micro.recompute == "none" else sum(layer % micro.every == 0 for layer in layers)
+    return times * again + (len(layers) - times) * layer_activations(**how)
 
 
 def pass_of(config: Config, span: Span, *, on_cpu: bool = True) -> Pass:
@@ -210,12 +223,14 @@ def pass_of(config: Config, span: Span, *, on_cpu: bool = True) -> Pass:
     )
 
 
-def cut_of(config: Config) -> Cut:
-    return Cut(config.layout.tp, bool(config.layout.sequence_parallel))
+def cut_of(config: Config, pp_rank: int = 0) -> Cut:
+    """What a rank of pp has of the model, and how it is cut."""
+    parts = tuple(placement(config).parts_of(pp_rank).values())
+    return Cut(config.layout.tp, bool(config.layout.sequence_parallel), parts)
 
 
-def _recomputed_layers(config: Config) -> int:
-    """Layers 0, every, 2 every, ... of those that there are."""
+def _recomputed_layers(config: Config, cut: Cut) -> int:
+    """Of those of a rank; layers 0, every, 2 every, ... are."""
     if config.recompute == "none" or isinstance(config.model, MLPConfig):
         return 0
-    return -(-config.model.num_hidden_layers // config.recompute_every)
+    return sum(layer % config.recompute_every == 0 for layer in cut.layers(config.model))

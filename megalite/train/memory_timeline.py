@@ -1,7 +1,7 @@
 """What a rank's memory holds, when, and of which kind: from the allocations that the profiler saw.
 
 Words: a *life* is one allocation from its birth to its death; a *mark* says of a place in memory, at one moment, what
-kind it is; an *action* is the range of one forward or backward pass of a micro-batch (F0, BW0).
+kind it is; an *action* is the range of one forward or backward pass of a micro-batch (F0@0, BW0@0).
 
 | kind        | what counts                                                                                          |
 |-------------|------------------------------------------------------------------------------------------------------|

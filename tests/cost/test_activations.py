@@ -17,7 +17,7 @@ from megalite.train.check import check
 from megalite.train.config import Config, DataConfig, LayoutConfig, LossConfig, PrecisionConfig
 from megalite.train.expect import cut_of, pass_of
 from megalite.train.memory_measure import Survivors
-from megalite.train.model import build_model
+from megalite.train.model import build_stages
 from megalite.train.spans import spans_of
 from tests.ranks import run
 
@@ -81,7 +81,7 @@ def a_microbatch(config: Config) -> Microbatch | VectorMicrobatch:
 def kept_bytes(config: Config) -> int:
     """Measured: all that a forward made and that its end leaves, but for the loss."""
     mesh = Mesh.build(config.layout.fit(config.layout.dp * config.layout.tp))
-    model = build_model(config, mesh=mesh)
+    model = build_stages(config, mesh=mesh)[0]
     init_parameters(model, 0)
     batch = a_microbatch(config)
     with Survivors() as survivors:
@@ -151,7 +151,7 @@ def test_what_is_alive_is_what_autograd_saved():
     Hooks see nothing under hooks of others, as recomputation has them, so this is without.
     """
     config = config_of(SHAPES["qwen3"])
-    model = build_model(config, mesh=Mesh.build())
+    model = build_stages(config, mesh=Mesh.build())[0]
     init_parameters(model, 0)
     batch = a_microbatch(config)
     others = {x.untyped_storage().data_ptr() for x in (*model.parameters(), batch.tokens, batch.labels)}

@@ -16,7 +16,7 @@ from megalite.train.batches import start_count
 from megalite.train.check import check
 from megalite.train.config import Config, LayoutConfig, LossConfig, PrecisionConfig, ZeroConfig
 from megalite.train.expect import sent_bytes
-from megalite.train.model import build_model, build_zero
+from megalite.train.model import build_stages, build_zero
 from megalite.train.spans import spans_of
 from tests.cost.test_memory import MODELS
 from tests.counting import count
@@ -44,8 +44,8 @@ def counted(config: Config) -> tuple[int, dict[str, float]]:
     The first one learns how often gradients come, for which the ranks talk once.
     """
     mesh = Mesh.build(config.layout.fit(config.layout.dp * config.layout.tp))
-    model = build_model(config, mesh=mesh)
-    zero = build_zero(config, model, mesh=mesh, device="cpu")
+    model = build_stages(config, mesh=mesh)[0]
+    zero = build_zero(config, {0: model}, mesh=mesh, device="cpu")
     for _ in range(2):
         with count() as c:
             batch = microbatches(config)

@@ -18,7 +18,7 @@ from megalite.train.check import check
 from megalite.train.config import Config, LayoutConfig, OptimConfig, PrecisionConfig, ZeroConfig
 from megalite.train.expect import available_bytes, expected_memory, recipe_of, training_of
 from megalite.train.memory_measure import live_bytes
-from megalite.train.model import build_model, build_zero
+from megalite.train.model import build_stages, build_zero
 from megalite.train.spans import spans_of
 from megalite.zero import Zero
 from tests.cost.test_activations import a_microbatch
@@ -60,8 +60,8 @@ def config_of(model: str, ranks: int = 1, **changes) -> Config:
 
 def build(config: Config) -> tuple[Any, Zero]:
     mesh = Mesh.build(config.layout.fit(config.layout.dp * config.layout.tp))
-    model = build_model(config, mesh=mesh)
-    return model, build_zero(config, model, mesh=mesh, device="cpu")
+    model = build_stages(config, mesh=mesh)[0]
+    return model, build_zero(config, {0: model}, mesh=mesh, device="cpu")
 
 
 def one_step(config: Config, model: Any, zero: Zero) -> None:

@@ -16,6 +16,8 @@ from megalite.data import DataError, IndexedWriter, Part, dtype_for
 from megalite.mesh import Axis, Mesh
 from megalite.models.config import GPTConfig, MLPConfig
 from megalite.models.microbatch import IGNORED
+from megalite.pipeline.execute import Pipeline
+from megalite.pipeline.straight import gpipe
 from megalite.train.batches import open_batches, start_count
 from megalite.train.check import check
 from megalite.train.config import Config, DataConfig, EvalConfig, LayoutConfig, PhaseConfig
@@ -133,7 +135,7 @@ def _evaluated(config: Config, tmp_path) -> tuple[float, int]:
     mesh = Mesh.build(config.layout.fit(config.layout.dp))
     batches = open_batches(config, dp=mesh.dp, device="cpu", cache_dir=tmp_path)
     count = start_count(batches.training(1), mesh=mesh, device="cpu").wait()
-    return evaluate(Sums(), batches.validation(), mesh=mesh)["val/loss"], int(count)
+    return evaluate(Pipeline({0: Sums()}, gpipe(1, 1)), batches.validation(), mesh=mesh)["val/loss"], int(count)
 
 
 def test_the_validation_loss_and_the_count_of_tokens_are_the_same_on_any_number_of_data_ranks(text, tmp_path):
@@ -271,7 +273,7 @@ def test_a_validation_set_of_five_samples_is_counted_once_on_any_number_of_ranks
 def _evaluated_apart(config: Config, tmp_path) -> float:
     mesh = Mesh.build(config.layout.fit(config.layout.dp))
     with open_batches(config, dp=mesh.dp, device="cpu", cache_dir=tmp_path) as batches:
-        return evaluate(Sums(), batches.validation(), mesh=mesh)["val/loss"]
+        return evaluate(Pipeline({0: Sums()}, gpipe(1, 1)), batches.validation(), mesh=mesh)["val/loss"]
 
 
 def test_evaluation_is_the_mean_over_tokens_of_a_set_of_five_on_two_ranks(text, tmp_path):

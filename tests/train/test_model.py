@@ -13,7 +13,7 @@ from megalite.models.gpt import GPT
 from megalite.models.microbatch import IGNORED, Microbatch
 from megalite.train.check import check
 from megalite.train.config import Config, LayoutConfig, OptimConfig, PrecisionConfig
-from megalite.train.model import build_model, build_zero
+from megalite.train.model import build_stages, build_zero
 from megalite.zero import Zero
 from tests.ranks import run
 
@@ -39,8 +39,8 @@ def built(model: GPTConfig, *, tp: int = 1, **changes) -> tuple[GPT, Zero]:
     """What train.py builds of this model."""
     config = check(replace(Config(), model=model, seq_len=8, layout=LayoutConfig(tp=tp), **changes), tp)
     mesh = Mesh.build(config.layout.fit(tp))
-    model = build_model(config, mesh=mesh)
-    return model, build_zero(config, model, mesh=mesh, device="cpu")
+    model = build_stages(config, mesh=mesh)[0]
+    return model, build_zero(config, {0: model}, mesh=mesh, device="cpu")
 
 
 def microbatch(*, ignored: bool = False) -> Microbatch:

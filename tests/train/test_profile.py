@@ -22,7 +22,7 @@ from megalite.train.check import check
 from megalite.train.config import Config, LayoutConfig, PrecisionConfig, ProfileConfig
 from megalite.train.launch import World
 from megalite.train.memory_timeline import KINDS
-from megalite.train.model import build_model, build_zero
+from megalite.train.model import build_stages, build_zero
 from megalite.train.profile import Profile
 from megalite.train.strict import ConfigError
 from tests.ranks import run
@@ -52,11 +52,11 @@ def trained(
 ) -> dict[str, Any]:
     """The loop of train.py on tokens from nowhere: the losses, and what is left of the model."""
     mesh = Mesh.build(config.layout.fit(ranks()))
-    model = build_model(config, mesh=mesh)
-    zero = build_zero(config, model, mesh=mesh, device="cpu")
+    model = build_stages(config, mesh=mesh)[0]
+    zero = build_zero(config, {0: model}, mesh=mesh, device="cpu")
     generator = torch.Generator().manual_seed(1)
     losses = []
-    with observe(observer or Observer()), Profile(config, rank=rank, zero=zero, model=model) as profile:
+    with observe(observer or Observer()), Profile(config, rank=rank, zero=zero, stages={0: model}) as profile:
         for step in range(1, config.last_step + 1):
             profile.at(step)
             zero.begin(microbatches=MICROBATCHES)
@@ -250,7 +250,7 @@ def test_a_memory_profile_that_nothing_can_draw_is_refused_before_training_on_ev
         trained(config_of(tmp_path, [2, 2]), rank=0)
     config = config_of(tmp_path, [2, 2])
     with pytest.raises(ConfigError):
-        Profile(config, rank=1, zero=None, model=None)
+        Profile(config, rank=1, zero=None, stages={})
     trained(config_of(tmp_path, [2, 2], profile={"memory": False}))
     trained(config_of(tmp_path, []))
 
@@ -267,5 +267,5 @@ def test_the_program_profiles_what_the_configuration_asks_for_and_its_rows_stay_
         ]
     assert rows["seen"] == rows["plain"]
     found = names(config)
-    assert (found["step 2"], found["step 3"], found["F0"], found["BW0"], found["layers.2"]) == (1, 1, 2, 2, 2)
+    assert (found["step 2"], found["step 3"], found["F0@0"], found["BW0@0"], found["layers.2"]) == (1, 1, 2, 2, 2)
     assert Path(config.out_dir, "profile", "rank0-memory.png").stat().st_size > 10_000

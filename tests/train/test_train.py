@@ -25,7 +25,7 @@ from megalite.train.check import check
 from megalite.train.config import Config, DataConfig, EvalConfig, LayoutConfig, LossConfig, OptimConfig, PrecisionConfig
 from megalite.train.finite import GROWTH_STEPS, MOST_SKIPPED_IN_A_ROW, LossScale, NotFiniteError
 from megalite.train.launch import World
-from megalite.train.model import build_model
+from megalite.train.model import build_stages
 from tests.ranks import run
 from tests.train.composing import ROOT
 from tests.train.test_launch import exit_code
@@ -139,7 +139,7 @@ def keeping(valid: tuple[int, ...]) -> Callable[[Microbatch], Microbatch]:
 def by_torch(config: Config) -> float:
     """The loss of the first step: torch's cross entropy over all tokens that count, on one process, all at once."""
     config = check(config, 1)
-    model = build_model(config, mesh=Mesh.build())
+    model = build_stages(config, mesh=Mesh.build())[0]
     init_parameters(model, config.seed)
     batches = megalite.train.batches.open_batches(config, dp=Axis("dp"), device="cpu", cache_dir=Path(config.out_dir))
     (batch,) = batches.training(1)
