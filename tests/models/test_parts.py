@@ -21,8 +21,8 @@ from megalite.models.part import Part
 from megalite.spec import init_parameters, param_specs
 from megalite.weight_grad import WeightGradStore
 from tests.law import assert_equal
+from tests.layouts import MODELS, SEED, global_batch
 from tests.ranks import run
-from tests.test_layout_is_free import MODELS, SEED, global_batch
 
 LAYERS = 4
 

@@ -18,8 +18,7 @@ from megalite.models import Part, stages
 from megalite.models.gpt import Block, LossOptions
 from megalite.spec import ParamSpec, ones, param_specs
 from megalite.zero import Adafactor, Moments, Muon, Zero
-from tests.ranks import run
-from tests.test_layout_is_free import (
+from tests.layouts import (
     BATCH,
     MAX_NORM,
     MODELS,
@@ -34,6 +33,7 @@ from tests.test_layout_is_free import (
     on_one_process,
     part,
 )
+from tests.ranks import run
 from tests.zero.models import Weights
 
 MICROBATCHES = 2
