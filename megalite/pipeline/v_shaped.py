@@ -1,20 +1,20 @@
 """Schedules of two stages a rank, laid in a V: rank r of p holds stages r and 2p - 1 - r, so rank 0 has both ends.
 
-What a rank does with its forwards and backwards is told in one of two ways:
+They are told in one of two ways:
 
 - in phases: so many rounds, and what one round does (zb_v, dualpipe_v). Their shape takes some number of micro-batches;
   with fewer, it is made whole and the missing ones are left out, for which none of the others waits;
-- by the moments at which the first micro-batch passes a rank, repeated with every micro-batch (v_half, v_min).
+- by the moments at which a micro-batch passes a rank, the same for all, some time apart (v_half, v_min).
 
-The W go, oldest first, where their rank would wait, or where without them it would hold too much (all but dualpipe_v,
-which says in its phases where). With p ranks and m micro-batches, in whole-stage micro-batches:
+With p ranks and m micro-batches; F, B, W those of one stage, half of what a rank does; activations in whole-stage
+micro-batches, two stages' to one:
 
-| schedule   | most held on any rank | that much on every rank |
-|------------|-----------------------|-------------------------|
-| zb_v       | min(m, p)             | m >= 2p - 1             |
-| dualpipe_v | min(m, (2p + 1) / 2)  | m >= 2p                 |
-| v_half     | min(m, (p + 2) // 2)  |                         |
-| v_min      | min(m, (p + 4) // 3)  |                         |
+| schedule   | idle_span                                    | most held on any rank               |
+|------------|----------------------------------------------|-------------------------------------|
+| zb_v       | 2 (p-1) (B-W), m >= 2p - 1, W <= F <= B      | min(m, p), on all from m = 2p - 1   |
+| dualpipe_v | (p-1) (F+B-W), m >= 2p, W <= B <= F <= B + W | min(m, p + 1/2), on all from m = 2p |
+| v_half     | at most 3 (p-1) at F=B=W=1, m >= p           | min(m, (p + 2) // 2)                |
+| v_min      | at most 4 (p-1) + 1 at F=B=W=1               | min(m, (p + 4) // 3)                |
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 
+from megalite.pipeline.lower import needs
 from megalite.pipeline.schedule import Action, Row, Schedule, held_at_most, in_a_v
 
 Phases = Sequence[tuple[int, str]]
@@ -37,16 +38,19 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
         return [
             (2 * after + 1, "F0"),
             (rank, "F1 F0"),
-            (after + 1, "F1 B1"),
-            (of - ranks - after, "F0 B0 F1 B1"),
-            (after, "B0 F1 B1"),
+            (after + 1, "F1 B1 W"),
+            (of - ranks - after, "F0 B0 W F1 B1 W"),
+            (after, "B0 W F1 B1 W"),
             (rank, "B0 B1"),
-            (after + 1, "B0"),
+            (after + 1, "B0 W"),
+            (2 * rank, "W"),
         ]
 
     whole = max(microbatches, 2 * ranks - 1)
-    orders, _ = _in_phases([phases(rank, whole) for rank in range(ranks)], microbatches)
-    return _schedule("zb_v", _with_weight_gradients(orders, limit=2 * ranks))
+    rows, _ = _in_phases([phases(rank, whole) for rank in range(ranks)], microbatches)
+    if microbatches < whole:  # those left out leave gaps at the end, for which W are better placed anew
+        rows = _with_weight_gradients([_until_last_forward(row) for row in rows])
+    return _schedule("zb_v", rows)
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
@@ -78,22 +82,21 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def v_half(ranks: int, microbatches: int) -> Schedule:
-    """Half the activations of 1F1B and about half its bubble (arXiv:2405.15362). The bubble does not grow with m while
-    W + 2B >= 2F and W + 2F >= 2B."""
+    """Half the activations of 1F1B and about half its bubble, which does not grow with m while W + 2B >= 2F and
+    W + 2F >= 2B (arXiv:2405.15362)."""
     p, gap = ranks, 0 if ranks % 2 else 3
     moments = [
         {"F0": 2 * r, "F1": 3 * p - 2 - r, "B1": 3 * p - 1 + gap + 2 * r, "B0": 6 * p - 2 + gap - r} for r in range(p)
     ]
-    orders = [_in_order(rank, ranks, of, microbatches) for rank, of in enumerate(moments)]
-    return _schedule("v_half", _with_weight_gradients(orders, limit=2 * ((p + 2) // 2)))
+    return _repeated("v_half", moments, microbatches)
 
 
 def v_min(ranks: int, microbatches: int) -> Schedule:
-    """A third of the activations of 1F1B and about two thirds of its bubble, at F=B=W (arXiv:2405.15362)."""
+    """A third of the activations of 1F1B and about two thirds of its bubble (arXiv:2405.15362), which for a part of
+    W >= max(F, B) alone does not grow with m."""
     p, gap = ranks, 0 if ranks % 3 else 2
     moments = [{"F0": r, "F1": 2 * p - 1 - r, "B1": 2 * p + gap + r, "B0": 4 * p - 1 + gap - r} for r in range(p)]
-    orders = [_in_order(rank, ranks, of, microbatches) for rank, of in enumerate(moments)]
-    return _schedule("v_min", _with_weight_gradients(orders, limit=2 * ((p + 4) // 3)))
+    return _repeated("v_min", moments, microbatches)
 
 
 def _schedule(name: str, rows: Sequence[Row], paired: Iterable[Action] = ()) -> Schedule:
@@ -132,49 +135,58 @@ def _in_phases(phases: Sequence[Phases], microbatches: int) -> tuple[list[Row], 
 _INTERVAL = 6  # a rank's six passes of one micro-batch, at F=B=W=1
 
 
-def _in_order(rank: int, ranks: int, moments: Moments, microbatches: int) -> Row:
-    """A rank's forwards and backwards by their moments, those of each micro-batch an interval after the one before."""
+def _repeated(name: str, moments: Sequence[Moments], microbatches: int) -> Schedule:
+    rows = [_in_slots(rank, len(moments), moments[rank], microbatches) for rank in range(len(moments))]
+    return _schedule(name, _with_weight_gradients(rows))
+
+
+def _in_slots(rank: int, ranks: int, moments: Moments, microbatches: int) -> Row:
+    """A rank's actions by their moments, those of each micro-batch an interval after the one before; in the slots
+    between, W, oldest first, as long as new micro-batches come."""
     stages = (rank, 2 * ranks - 1 - rank)
-    timed = [
-        (first + _INTERVAL * each, Action(word[0], stages[int(word[1])], each))
+    slots = {
+        first + _INTERVAL * each: Action(word[0], stages[int(word[1])], each)
         for word, first in moments.items()
         for each in range(microbatches)
-    ]
-    return tuple(action for _, action in sorted(timed))
+    }
+    row: list[Action] = []
+    waiting: deque[Action] = deque()
+    for time in range(max(slots) + 1):
+        if time in slots:
+            row.append(slots[time])
+            if slots[time].kind == "B":
+                waiting.append(slots[time]._replace(kind="W"))
+        elif waiting and time < moments["F0"] + _INTERVAL * (microbatches - 1):
+            row.append(waiting.popleft())
+    return tuple(row)
 
 
-def _with_weight_gradients(orders: Sequence[Row], *, limit: int) -> list[Row]:
-    """Puts the W into rows of F and B, oldest first: where, at F=B=W, a rank would wait for what it reads, or holds
-    `limit` activations before a forward; the rest at the end."""
-    last = 2 * len(orders) - 1
-    left = [deque(order) for order in orders]
-    waiting: list[deque[Action]] = [deque() for _ in orders]
-    rows: list[list[Action]] = [[] for _ in orders]
-    held = [0] * len(orders)
+def _until_last_forward(row: Row) -> Row:
+    """A row without the W that come after its last forward."""
+    last = max(at for at, action in enumerate(row) if action.kind == "F")
+    return tuple(action for at, action in enumerate(row) if action.kind != "W" or at < last)
+
+
+def _with_weight_gradients(rows: Sequence[Row]) -> list[Row]:
+    """Puts the W that rows lack, oldest first, where at F=B=W their rank would wait, and the rest at its end."""
+    left = [deque(row) for row in rows]
+    waiting: list[deque[Action]] = [deque() for _ in rows]
+    stated = {action for row in rows for action in row if action.kind == "W"}
+    whole: list[list[Action]] = [[] for _ in rows]
     done: set[Action] = set()
     while any(left) or any(waiting):
         now: list[Action] = []
-        for rank, order in enumerate(left):
-            full = held[rank] == limit and bool(order) and order[0].kind == "F"
-            if order and not full and _reads(order[0], last) <= done:
-                now.append(order.popleft())
+        for rank, row in enumerate(left):
+            if row and done.issuperset(needs(row[0], 2 * len(rows))):
+                now.append(row.popleft())
             elif waiting[rank]:
-                now.append(waiting[rank].popleft()._replace(kind="W"))
+                now.append(waiting[rank].popleft())
             else:
                 continue
-            rows[rank].append(now[-1])
-            held[rank] += {"F": 1, "B": 0, "W": -1}[now[-1].kind]
-            if now[-1].kind == "B":
-                waiting[rank].append(now[-1])
-        assert now, f"{limit} activations a rank are too few for this order: nothing moves"
+            whole[rank].append(now[-1])
+            later = now[-1]._replace(kind="W")
+            if now[-1].kind == "B" and later not in stated:
+                waiting[rank].append(later)
+        assert now, "rows of F and B that wait in a circle"
         done.update(now)
-    return [tuple(row) for row in rows]
-
-
-def _reads(action: Action, last: int) -> set[Action]:
-    """What must be done before a forward or a B; `last` is the last stage."""
-    kind, stage, microbatch = action
-    if kind == "F":
-        return {Action("F", stage - 1, microbatch)} if stage else set()
-    above = {Action("B", stage + 1, microbatch)} if stage < last else set()
-    return above | {Action("F", stage, microbatch)}
+    return [tuple(row) for row in whole]
