@@ -28,7 +28,7 @@ from megalite.pipeline.simulate import Costs, Number, Timeline, peaks, simulate
 REFUSED_CODE = 2
 RANKS, MICROBATCHES = 4, 8
 NUMBER = re.compile(r"\d+(/0*[1-9]\d*)?|\d*\.\d+")
-COLUMNS = ("schedule", "v", "makespan", "bubble", "bubble_span", "idle_span", "peak", "backward", "what for")
+COLUMNS = ("schedule", "v", "makespan", "bubble", "bubble_span", "idle_span", "peak", "backward")
 
 Exact = int | Fraction
 
@@ -226,7 +226,7 @@ def _table(options: argparse.Namespace) -> Iterator[str]:
         measures = (timeline.makespan, timeline.bubble, timeline.bubble_span, timeline.idle_span)
         peak = max(_peaks(schedule, options))
         kind = "B, W" if entry.splits_backward else "BW"
-        rows.append((name, str(schedule.stages_per_rank), *map(number, (*measures, peak)), kind, entry.about))
+        rows.append((name, str(schedule.stages_per_rank), *map(number, (*measures, peak)), kind))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [
