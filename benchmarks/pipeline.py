@@ -18,9 +18,8 @@ in the first step. All sides have the same split, the head counted as layers. Ra
 from __future__ import annotations
 
 import argparse
-import gc
+import itertools
 import os
-import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -241,7 +240,6 @@ def speed(job: Job, rounds: int) -> Found:
     """Runs on every rank: all sides in turn."""
     world = Mesh.build(Layout(pp=dist.get_world_size())).world
     trained = {name: side(job) for name, side in SIDES.items()}
-    gc.freeze()  # what has been imported is not looked through again and again, on any side
     sides = {name: Side(training.step, world.size) for name, training in trained.items()}
     times = harness.in_turn(sides, world=world, rounds=rounds, warm_up=2)
     sent, losses = {}, {}
@@ -270,7 +268,7 @@ def live(job: Job, side: str) -> int:
 def formula_bytes(job: Job) -> int:
     """All ranks: an activation of batch x seq x hidden over each boundary between ranks, and its gradient back."""
     rank_of = job.schedule().rank_of
-    boundaries = sum(a != b for a, b in zip(rank_of, rank_of[1:], strict=False))
+    boundaries = sum(a != b for a, b in itertools.pairwise(rank_of))
     return 2 * boundaries * job.work.tokens * job.work.config.hidden_size * FLOAT_BYTES
 
 
@@ -308,9 +306,10 @@ def report(job: Job, rounds: int) -> list[tuple[str, ...]]:
     return rows
 
 
-LEGEND = """ours / this: speed, the median of {rounds} rounds in turn (quartiles); CPU: ours over this, all rounds and ranks
-summed, waiting left out, 1.03 at most without split backward; peak: live storages at their highest within a step, of
-the rank with most, weights and gradients in it; sent: both ranks in one step; off: relative to the largest entry"""
+LEGEND = """ours / this: speed, the median of {rounds} rounds in turn (quartiles)
+CPU: ours over this, all rounds and ranks summed, waiting left out; 1.03 at most where backward is not split
+peak: live storages at their highest within a step, weights and gradients in it, of the rank with most
+sent: by both ranks in one step; off: the largest difference, relative to the tensor's largest entry"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
