@@ -22,7 +22,6 @@ from torch import Tensor
 from megalite.comm import Pending, start_receive, start_send
 from megalite.mesh import Axis
 from megalite.pipeline.lower import ACTIVATION, Lane, Lowered, Message, Step
-from megalite.pipeline.schedule import Action
 
 T = TypeVar("T")
 
@@ -204,8 +203,8 @@ def taken_by(lowered: Lowered, rank: int) -> dict[Message, tuple[int, int]]:
     """Of each message that a rank sends, two places in its row: at which it has read what tells that the receive was
     posted, and that the message was taken; the row's length where nothing tells.
 
-    A receive is posted when the one before it on its lane is taken, a gradient's not before its own stage's forward.
-    Whatever the reader sends from then on says, when it comes, that it was.
+    A receive is posted when the one before it on its lane is taken; whatever the reader sends from then on says, when
+    it comes, that it was. (A gradient's shape may come to be known later, but before there is that gradient.)
     """
     mine = lowered.rows[rank]
     read_at = {step.reads: place for place, step in enumerate(mine)}
@@ -214,12 +213,9 @@ def taken_by(lowered: Lowered, rank: int) -> dict[Message, tuple[int, int]]:
     for lane, messages in lowered.outgoing(rank).items():
         theirs = lowered.rows[lane.target]
         taken_at = {step.reads: place for place, step in enumerate(theirs)}
-        forward_at = {step.action: place for place, step in enumerate(theirs)}
         replies = _Replies(theirs, read_at, otherwise=len(mine))
         posted = -1
         for message in messages:
-            if lane.kind != ACTIVATION:
-                posted = max(posted, forward_at[Action("F", message.stage, message.microbatch)])
             taken, after = taken_at[message], sent_at[message] + 1
             found[message] = max(replies.tell(posted), after), max(replies.tell(taken), after)
             posted = taken
