@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         VocabParallelEmbedding,
         vocab_parallel_cross_entropy,
     )
+    from megalite.layers.defer import defer
     from megalite.mesh import Axis, Layout, Mesh
     from megalite.models.config import GPTConfig, MLPConfig
     from megalite.models.gpt import GPT
@@ -47,6 +48,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "WeightGradStore",
     "Zero",
+    "defer",
     "init_parameters",
     "parallelize",
     "param_specs",
@@ -62,6 +64,7 @@ _HOME = {
         "VocabParallelEmbedding",
         "vocab_parallel_cross_entropy",
     ),
+    "megalite.layers.defer": ("defer",),
     "megalite.mesh": ("Axis", "Layout", "Mesh"),
     "megalite.models.config": ("GPTConfig", "MLPConfig"),
     "megalite.models.gpt": ("GPT",),
