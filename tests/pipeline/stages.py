@@ -8,6 +8,7 @@ from the number of its stage, so each rank builds its own stages alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -134,3 +135,11 @@ def assert_equals(results: Sequence[Result], one: Result, what: str) -> None:
 def pipeline_axis() -> Axis:
     """All ranks of this world as one pipeline."""
     return Mesh.build(Layout(pp=dist.get_world_size())).pp
+
+
+def end_waits_after(seconds: int) -> None:
+    """Groups that are made from here on end a wait with an error after so long."""
+    limit = timedelta(seconds=seconds)
+    dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    backend.options._timeout = limit
