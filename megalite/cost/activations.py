@@ -15,7 +15,8 @@ of this rank's queries and keys; e bytes of a value and w = max(e, 4) of a wide 
 
 and the variants below. No mask of a dropout is kept, and nothing that is gathered for a product. Where a block is
 computed again its input is all that is kept. The output layer keeps its input, the logits unless they come in chunks,
-and two numbers a token. arXiv:2205.05198, section 4, counts another block: `megalite.cost.published`.
+and two numbers a token. A stage of a pipeline keeps what its blocks keep, what it has of the ends, and its input.
+arXiv:2205.05198, section 4, counts another block: `megalite.cost.published`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import NamedTuple
 
 from megalite.cost.weights import Cut, padded_vocabulary, sharing_ranks, vectors_of_norm
 from megalite.models.config import GPTConfig, MLPConfig
+from megalite.models.part import Part
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,42 @@ class Pass:
 
 
 def kept_activations(model: GPTConfig | MLPConfig, cut: Cut, micro: Pass) -> int:
-    """Everything that is there at the end of a forward and was not before it, but for the loss."""
+    """Of one micro-batch, in each of a rank's stages."""
+    return sum(stage_activations(model, cut, micro, part) for part in cut.stages(model))
+
+
+def stage_activations(model: GPTConfig | MLPConfig, cut: Cut, micro: Pass, part: Part) -> int:
+    """Everything that a stage has of a micro-batch at the end of its forward and had not before, but for what it gives:
+    the loss, or what goes to the next stage. What came from the stage before is held too, since it gets a gradient.
+    """
+    came = 0 if part.is_first else handed_on(model, cut, micro, part.layers.start)
     if isinstance(model, MLPConfig):
-        return _of_mlp(model, cut, micro)
-    blocks = sum(block_activations(model, cut, micro, layer) for layer in range(model.num_hidden_layers))
-    return blocks + around_blocks(model, cut, micro) + head_activations(model, cut, micro)
+        return _of_mlp(model, cut, micro, part) + (came if not part.layers else 0)
+    blocks = sum(block_activations(model, cut, micro, layer) for layer in part.layers)
+    head = head_activations(model, cut, micro) if part.is_last else 0
+    held = 0 if _keeps_input(model, cut, micro, part) else came
+    return blocks + around_blocks(model, cut, micro, part) + head + held
+
+
+def handed_on(model: GPTConfig | MLPConfig, cut: Cut, micro: Pass, layer: int) -> int:
+    """What goes from the stage that ends before this layer to the next, and its gradient back. (The deep MLP's is cut
+    over tp between a pair of layers.)"""
+    tokens = micro.tokens if isinstance(model, MLPConfig) else local_tokens(cut, micro)
+    within_pair = isinstance(model, MLPConfig) and layer % 2
+    return tokens * model.hidden_size * micro.value_bytes // (cut.tp if within_pair else 1)
+
+
+def _keeps_input(model: GPTConfig, cut: Cut, micro: Pass, part: Part) -> bool:
+    """Whether what a stage reads is kept for its backward."""
+    norm = _Norm.of(model, micro, rows=1, features=1)
+    if not part.layers:
+        return part.is_first or norm.keeps_input
+    first = part.layers[0]
+    if micro.recomputes("block", first):
+        return True
+    if model.norm_placement == "post":  # read by q, k and v, gathered where ranks share key heads
+        return not (cut.sequence_parallel and sharing_ranks(model, cut.tp) > 1)
+    return norm.keeps_input or micro.recomputes("norm", first)
 
 
 def local_tokens(cut: Cut, micro: Pass) -> int:
@@ -75,23 +108,25 @@ def local_tokens(cut: Cut, micro: Pass) -> int:
     return micro.tokens // (cut.tp if cut.sequence_parallel else 1)
 
 
-def around_blocks(model: GPTConfig, cut: Cut, micro: Pass) -> int:
-    """What all blocks share: cos and sin of the positions; random bits of tokens, for a dropout to be drawn again."""
-    tables = micro.seq_len * model.dim_per_head * micro.wide_bytes if model.position_embedding_type == "rope" else 0
-    held = tables
-    if model.embd_pdrop:
+def around_blocks(model: GPTConfig, cut: Cut, micro: Pass, part: Part) -> int:
+    """What the blocks of a stage share: cos and sin of the positions; random bits of tokens, for a dropout to be drawn
+    again."""
+    turns = part.layers and model.position_embedding_type == "rope"
+    held = micro.seq_len * model.dim_per_head * micro.wide_bytes if turns else 0
+    if model.embd_pdrop and part.is_first:
         held += _dropout(local_tokens(cut, micro), model.hidden_size)
-    return held + 8 * _tokens_drawn_again(model, cut, micro)
+    return held + 8 * _tokens_drawn_again(model, cut, micro, part)
 
 
-def _tokens_drawn_again(model: GPTConfig, cut: Cut, micro: Pass) -> int:
+def _tokens_drawn_again(model: GPTConfig, cut: Cut, micro: Pass, part: Part) -> int:
     """Of how many tokens a block that is computed again holds the random bits: here, and of the whole sequence."""
     here, whole = local_tokens(cut, micro), micro.tokens
-    block, core = (micro.recomputes(op, 0) for op in ("block", "attention"))
+    block, core = (any(micro.recomputes(op, layer) for layer in part.layers) for op in ("block", "attention"))
+    embedding = model.embd_pdrop if part.is_first else 0
     if not cut.sequence_parallel:  # both are one
-        drops = model.embd_pdrop or model.resid_pdrop or model.attention_dropout
+        drops = embedding or model.resid_pdrop or model.attention_dropout
         return whole if drops and (block or core) else 0
-    held = here if block and (model.embd_pdrop or model.resid_pdrop) else 0
+    held = here if block and (embedding or model.resid_pdrop) else 0
     return held + (whole if model.attention_dropout and (block or core) else 0)
 
 
@@ -152,7 +187,7 @@ class _Norm:
         return cls(rows * (2 + features * widens) * w + vectors, not widens)
 
 
-class _Heads(NamedTuple):
+class Heads(NamedTuple):
     """What this rank has of attention: bytes of q and of k (v has as many), and how they lie in memory."""
 
     q: int
@@ -162,7 +197,7 @@ class _Heads(NamedTuple):
     sequence_first: bool  # q's memory goes through the sequence first, as sequence parallelism has it
 
 
-def _heads(model: GPTConfig, cut: Cut, micro: Pass) -> _Heads:
+def heads_of(model: GPTConfig, cut: Cut, micro: Pass) -> Heads:
     heads, shared = model.num_attention_heads // cut.tp, sharing_ranks(model, cut.tp)
     kv_heads = model.kv_heads * shared // cut.tp
     q, k = (micro.tokens * count * model.dim_per_head * micro.value_bytes for count in (heads, kv_heads))
@@ -171,13 +206,13 @@ def _heads(model: GPTConfig, cut: Cut, micro: Pass) -> _Heads:
         model.qk_norm == "full" and shared == 1 and (model.norm_type == "rmsnorm" or kv_heads > 1)
     )
     cuts = cut.sequence_parallel and cut.tp > 1 and micro.batch > 1
-    return _Heads(q, k, heads, shared > 1 or is_copied, cuts and not is_copied and not normed)
+    return Heads(q, k, heads, shared > 1 or is_copied, cuts and not is_copied and not normed)
 
 
 def _attention(model: GPTConfig, cut: Cut, micro: Pass, layer: int) -> int:
     """Between its input and the residual stream."""
     e, w, shared = micro.value_bytes, micro.wide_bytes, sharing_ranks(model, cut.tp) > 1
-    q, k, heads, q_is_apart, sequence_first = _heads(model, cut, micro)
+    q, k, heads, q_is_apart, sequence_first = heads_of(model, cut, micro)
     again, eager = micro.recomputes("attention", layer), model.attn_implementation == "eager"
     reads_as_given = not eager or again  # eager attention reads copies of its own
 
@@ -256,14 +291,16 @@ def _dropout(tokens: int, channels: int) -> int:
     return 8 * tokens + 4 * channels
 
 
-def _of_mlp(model: MLPConfig, cut: Cut, micro: Pass) -> int:
+def _of_mlp(model: MLPConfig, cut: Cut, micro: Pass, part: Part) -> int:
     """Each layer's product, for the nonlinearity, and its result, which the next one reads; then the errors.
 
-    What lies between a pair of layers is cut. relu's gradient is read from its result.
+    What lies between a pair of layers is cut. relu's gradient is read from its result. What came from the stage before
+    is what the first layer reads.
     """
     whole, relu = micro.batch * model.hidden_size * micro.value_bytes, model.hidden_act == "relu"
-    kept = whole  # the errors
-    for layer in range(model.num_hidden_layers):
-        is_read = relu or layer < model.num_hidden_layers - 1
+    kept = whole if part.is_last else 0  # the errors
+    kept += handed_on(model, cut, micro, part.layers.start) if part.layers and not part.is_first else 0
+    for layer in part.layers:
+        is_read = relu or layer < part.layers[-1]
         kept += ((not relu) + is_read) * (whole // cut.tp if layer % 2 == 0 else whole)
     return kept

@@ -21,13 +21,18 @@ Over data ranks, with m micro-batches and in units of (n-1)/n of a Zero unit's g
 | 0     | 2         | 0                                                                                                |
 | 1     | 1         | 1: gathered after the update                                                                     |
 | 2     | m         | 1                                                                                                |
-| 3     | m         | 2m: for forward and for backward; m of the last unit of forward, which stays whole, and of an    |
-|       |           | untied embedding and positions, whose backward reads no weight; of all with                      |
-|       |           | reshard_after_forward=false m, with reshard=step 1                                               |
+| 3     | m         | 2m: for forward and for backward; m of an embedding and positions, whose backward reads no       |
+|       |           | weight; less of a stage's last unit, which stays whole until a backward or another unit comes: m |
+|       |           | where each backward follows its forward at once. With reshard_after_forward=false at most so     |
+|       |           | much; with reshard=step 1                                                                        |
 
 (arXiv:1910.02054, section 7.) Where only some of the data ranks share, each rank's share of the gradients is
 all-reduced over the others once a step. Gradients that are summands are all-reduced over tensor ranks once a step, a
 share each.
+
+Over ranks of the pipeline, for every boundary between stages of two ranks and every micro-batch, a message goes forward
+and one comes back: T h e, T/tp h e with sequence parallelism. A tied weight that lies on two ranks is a summand over
+them. And the loss is summed over all.
 
 Exact for a training step after the first. Left out: what evaluation sends, what the first step compares and learns,
 the look at all ranks' times (16 bytes a rank, every log.ranks_every steps), and what muon and adafactor gather.
@@ -35,13 +40,16 @@ the look at all ranks' times (16 bytes a rank, every log.ranks_every steps), and
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megalite.cost.activations import Pass, handed_on
 from megalite.cost.memory import Sharing
-from megalite.cost.weights import Cut, UnitSize, sharing_ranks, units_of
+from megalite.cost.weights import Cut, sharing_ranks, units_of, used_units
 from megalite.models.config import GPTConfig, MLPConfig
+from megalite.pipeline.schedule import Row
 
 
 class Traffic(NamedTuple):
@@ -54,20 +62,24 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """One training step of one data rank.
+    """One training step of one rank.
 
-    tokens: of a micro-batch on this rank (batch x seq_len; for the deep MLP, samples). value_bytes: of a weight and an
-    activation; gradient_bytes: of a gradient that is summed over ranks. recomputed: blocks whose forward runs again in
-    backward; recomputed_mlps: of which only the MLP does.
+    row: what it does, in order. tokens: of a micro-batch (batch x seq_len; for the deep MLP, samples). value_bytes: of
+    a weight and an activation; gradient_bytes: of a gradient that is summed over ranks. recomputed: blocks of this rank
+    whose forward runs again in backward; recomputed_mlps: of which only the MLP does.
     """
 
-    microbatches: int
+    row: Row
     tokens: int
     value_bytes: int
     gradient_bytes: int
     label_smoothing: bool = False
     recomputed: int = 0
     recomputed_mlps: int = 0
+
+    @property
+    def microbatches(self) -> int:
+        return len({action.microbatch for action in self.row})
 
     @property
     def wide_bytes(self) -> int:
@@ -84,45 +96,76 @@ def gather(full_bytes: float, ranks: int) -> float:
     return (ranks - 1) * full_bytes / ranks
 
 
-def traffic(model: GPTConfig | MLPConfig, cut: Cut, step: Step, *, sharing: Sharing, world: int) -> list[Traffic]:
-    """Everything that is sent, in rows that add up; rows of 0 bytes are left out."""
+def traffic(
+    model: GPTConfig | MLPConfig, cut: Cut, step: Step, *, sharing: Sharing, world: int, pp: int = 1
+) -> list[Traffic]:
+    """Everything that is sent, in rows that add up; rows of 0 bytes are left out. pp: ranks of the pipeline."""
     of_tp = _of_mlp(model, cut, step) if isinstance(model, MLPConfig) else _of_gpt(model, cut, step)
-    rows = [Traffic(row.axis, row.what, row.bytes * step.microbatches) for row in of_tp]
+    rows = [Traffic(row.axis, row.what, row.bytes * step.microbatches) for row in (*of_tp, *_of_pp(model, cut, step))]
     rows += _of_zero(model, cut, step, sharing)
     rows.append(Traffic("dp", "count and loss", all_reduce(2 * 8, sharing.data_ranks)))
+    rows.append(Traffic("pp", "loss", all_reduce(8, pp)))
     rows.append(Traffic("world", "norm", all_reduce(4 * 8, world)))
     return [row for row in rows if row.bytes]
 
 
+def _of_pp(model: GPTConfig | MLPConfig, cut: Cut, step: Step) -> Iterator[Traffic]:
+    """To the ranks of the stages before and after, in one micro-batch. Neighbouring stages of one rank send nothing."""
+    parts = cut.stages(model)
+    starts, stops = {part.layers.start for part in parts}, {part.layers.stop for part in parts}
+    for part in parts:
+        if not part.is_last and part.layers.stop not in starts - {part.layers.start}:
+            yield Traffic("pp", "activations", _handed_on(model, cut, step, part.layers.stop))
+        if not part.is_first and part.layers.start not in stops - {part.layers.stop}:
+            yield Traffic("pp", "gradients of activations", _handed_on(model, cut, step, part.layers.start))
+
+
+def _handed_on(model: GPTConfig | MLPConfig, cut: Cut, step: Step, layer: int) -> int:
+    return handed_on(model, cut, Pass(step.tokens, 1, step.value_bytes), layer)
+
+
 def _of_zero(model: GPTConfig | MLPConfig, cut: Cut, step: Step, sharing: Sharing) -> Iterator[Traffic]:
-    """Over the data axis, then over tp, in one step."""
+    """Over the data axis, then over those of summands, in one step."""
     m, stage, ranks = step.microbatches, sharing.stage, sharing.shards
-    units = units_of(model, cut)
-    for unit in units:
+    gathers = iter(_gathers(model, cut, step.row, sharing))
+    for unit in units_of(model, cut):
         share, padded = sharing.share(unit.numel), sharing.padded(unit.numel)
         gradients = (m if stage >= 2 else 1) * gather(padded * step.gradient_bytes, ranks)
         gradients += all_reduce(share * step.gradient_bytes, sharing.replicas)
         yield Traffic("dp", "gradients", unit.count * gradients)
-        gathers = [_gathers(model, unit, m, sharing, is_last=unit is units[-1] and place == unit.count - 1)
-                   for place in range(unit.count)]  # fmt: skip
-        yield Traffic("dp", "weights", sum(gathers) * gather(padded * step.value_bytes, ranks))
+        times = sum(itertools.islice(gathers, unit.count))
+        yield Traffic("dp", "weights", times * gather(padded * step.value_bytes, ranks))
         mine = range(sharing.rank * share, (sharing.rank + 1) * share)
-        for summed_over, start, stop in unit.summands:
+        for axis, summed_over, start, stop in unit.summands:
             numel = max(min(stop, mine.stop) - max(start, mine.start), 0)
             sent = unit.count * all_reduce(numel * step.gradient_bytes, summed_over)
-            yield Traffic("tp", "gradients that are summands", sent)
+            yield Traffic(axis, "gradients that are summands", sent)
 
 
-def _gathers(model: GPTConfig | MLPConfig, unit: UnitSize, m: int, sharing: Sharing, *, is_last: bool) -> int:
-    """How often a unit's weights are gathered in a step."""
+def _gathers(model: GPTConfig | MLPConfig, cut: Cut, row: Row, sharing: Sharing) -> list[int]:
+    """How often each unit's weights are gathered in a step, of all units one after the other.
+
+    A forward leaves its stage's last unit whole (with reshard_after_forward=false all of them); every backward, and W,
+    which reads no weight, ends with none.
+    """
+    names = [unit.name for unit in units_of(model, cut) for _ in range(unit.count)]
     if sharing.stage < 3 or sharing.reshard == "step":
-        return 1
-    if sharing.reshard == "backward":
-        return m
-    tied = isinstance(model, GPTConfig) and model.tie_word_embeddings
-    stays = is_last and not tied  # a tied weight comes last of all, and twice
-    reads_no_weight = unit.name == "positions" or (unit.name == "embedding" and not tied)
-    return m if stays or reads_no_weight else 2 * m
+        return [1] * len(names)
+    parts, numbers = cut.stages(model), sorted({action.stage for action in row})
+    entered = dict(zip(numbers, zip(parts, used_units(model, cut), strict=True), strict=True))
+    times, whole = [0] * len(names), set[int]()
+    for kind, stage, _ in row:
+        part, places = entered[stage]
+        for place in places if kind == "F" else []:
+            times[place] += place not in whole
+            whole = {place} if sharing.reshard == "forward" else whole | {place}
+        if kind in ("B", "BW"):
+            lookups = sum(names[place] in ("embedding", "positions") for place in places[:2]) if part.is_first else 0
+            for place in set(places[lookups:]) - whole:
+                times[place] += 1
+        if kind != "F":
+            whole = set()
+    return times
 
 
 def by_axis(rows: Sequence[Traffic]) -> dict[str, float]:
@@ -138,9 +181,10 @@ def _of_gpt(model: GPTConfig, cut: Cut, step: Step) -> Iterator[Traffic]:
     tp, sp = cut.tp, cut.sequence_parallel
     message = step.tokens * model.hidden_size * step.value_bytes
     reduced, gathered = all_reduce(message, tp), gather(message, tp)
-    layers, again, mlps_again = model.num_hidden_layers, step.recomputed, step.recomputed_mlps
+    layers, again, mlps_again = len(cut.layers(model)), step.recomputed, step.recomputed_mlps
 
-    yield Traffic("tp", "embedding", 2 * gathered if sp else reduced)
+    if cut.has_first(model):
+        yield Traffic("tp", "embedding", 2 * gathered if sp else reduced)
     forward = 2 * gathered if sp else reduced  # of one sublayer
     backward = 3 * gathered if sp else reduced
     # Where ranks share key and value heads, q and k, v enter together, and what was gathered is stored.
@@ -150,9 +194,10 @@ def _of_gpt(model: GPTConfig, cut: Cut, step: Step) -> Iterator[Traffic]:
     if model.qk_norm == "full":
         yield Traffic("tp", "norms of q and k", (2 * layers + again) * _of_cut_norms(model, cut, step))
     yield Traffic("tp", "mlp", layers * (forward + backward) + (again + mlps_again) * forward)
-    yield Traffic("tp", "output layer", 3 * gathered if sp else reduced)
-    statistics = (4 if step.label_smoothing else 3) * step.tokens * step.wide_bytes
-    yield Traffic("tp", "loss", gather(tp * statistics, tp))
+    if cut.has_last(model):
+        yield Traffic("tp", "output layer", 3 * gathered if sp else reduced)
+        statistics = (4 if step.label_smoothing else 3) * step.tokens * step.wide_bytes
+        yield Traffic("tp", "loss", gather(tp * statistics, tp))
 
 
 def _of_cut_norms(model: GPTConfig, cut: Cut, step: Step) -> float:
@@ -165,7 +210,8 @@ def _of_cut_norms(model: GPTConfig, cut: Cut, step: Step) -> float:
 def _of_mlp(model: MLPConfig, cut: Cut, step: Step) -> Iterator[Traffic]:
     """Over tp, in one micro-batch: an all-reduce for each pair forward, and for each but the first backward."""
     message = step.tokens * model.hidden_size * step.value_bytes
-    layers = model.num_hidden_layers
-    yield Traffic("tp", "layers", (layers // 2 + (layers + 1) // 2 - 1) * all_reduce(message, cut.tp))
-    if layers % 2:
+    # Forward a row-parallel layer sums; backward a column-parallel one, unless its input is the batch.
+    sums = sum(layer > 0 for layer in cut.layers(model))
+    yield Traffic("tp", "layers", sums * all_reduce(message, cut.tp))
+    if model.num_hidden_layers % 2 and cut.has_last(model):
         yield Traffic("tp", "outputs", gather(message, cut.tp))

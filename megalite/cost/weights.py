@@ -7,56 +7,94 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megalite.models.config import GPTConfig, MLPConfig
+from megalite.models.part import Part
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the tensor axis cuts a model. sequence_parallel: activations between products are cut along the sequence."""
+    """How a model is cut, and what of it one rank has.
+
+    tp: ranks of the tensor axis. sequence_parallel: activations between products are cut along the sequence. parts: of
+    this rank of the pipeline, its stages in forward order; None = one stage, all of the model.
+    """
 
     tp: int = 1
     sequence_parallel: bool = False
+    parts: tuple[Part, ...] | None = None
+
+    def stages(self, model: GPTConfig | MLPConfig) -> tuple[Part, ...]:
+        """The parts, null resolved."""
+        return (Part(range(model.num_hidden_layers)),) if self.parts is None else self.parts
+
+    def layers(self, model: GPTConfig | MLPConfig) -> list[int]:
+        """All layers of this rank."""
+        return [layer for part in self.stages(model) for layer in part.layers]
+
+    def has_first(self, model: GPTConfig | MLPConfig) -> bool:
+        """Whether one of its stages is the model's first, which embeds."""
+        return any(part.is_first for part in self.stages(model))
+
+    def has_last(self, model: GPTConfig | MLPConfig) -> bool:
+        """Whether one of its stages is the model's last, which has the head and the loss."""
+        return any(part.is_last for part in self.stages(model))
 
 
 @dataclass(frozen=True)
 class Weight:
     """`count` parameters of one kind, `numel` entries each on this rank, padding included.
 
-    summand: how many ranks must sum their gradients after the data axis (ParamSpec's `partial`); 1 = none.
+    summand: how many ranks must sum their gradients after the data axis (ParamSpec's `partial`); 1 = none. over: the
+    axis on which they lie.
     """
 
     name: str
     numel: int
     count: int = 1
     summand: int = 1
+    over: str = "tp"
 
 
 def weights_of(model: GPTConfig | MLPConfig, cut: Cut) -> tuple[Weight, ...]:
-    """Every parameter of a rank. All ranks hold equally many numbers, since a vocabulary is padded to a multiple."""
+    """Every parameter of a rank. All ranks of tp hold equally many numbers, since a vocabulary is padded to a multiple.
+
+    A tied weight is there once where the first and the last stage lie on this rank, and on both ranks where they do
+    not, which then sum its gradients.
+    """
     if isinstance(model, MLPConfig):
-        return (Weight("layer", model.hidden_size**2 // cut.tp, count=model.num_hidden_layers),)
-    return tuple(weight for weight in _of_gpt(model, cut) if weight.numel)
+        weights = [Weight("layer", model.hidden_size**2 // cut.tp, count=len(cut.layers(model)))]
+    else:
+        weights = list(_of_gpt(model, cut))
+    return tuple(weight for weight in weights if weight.numel and weight.count)
+
+
+class Summand(NamedTuple):
+    """Entries first to last, not included, whose gradients are summed over so many ranks of an axis after the data."""
+
+    axis: str
+    ranks: int
+    first: int
+    last: int
 
 
 @dataclass(frozen=True)
 class UnitSize:
-    """`count` units of Zero in a row, alike: `numel` entries each on this rank, without what shards are padded by.
-
-    summands: (ranks, first, last entry) of those whose gradients are summed over so many ranks after the data axis.
-    """
+    """`count` units of Zero in a row, alike: `numel` entries each on this rank, without what shards are padded by."""
 
     name: str
     numel: int
     count: int
-    summands: tuple[tuple[int, int, int], ...]
+    summands: tuple[Summand, ...]
 
 
 def units_of(model: GPTConfig | MLPConfig, cut: Cut) -> tuple[UnitSize, ...]:
     """What Zero keeps in one buffer each, in forward's order.
 
-    A GPT's are the embedding, learned positions, the blocks, and the last norm with the head; a tied weight is a unit
-    alone, used at both ends. What is a summand stands last in its unit, that of all of tp before that of a part of it.
+    A GPT's are the embedding, learned positions, the blocks of one stage after the other, and the last norm with the
+    head; a tied weight is a unit alone, used at both ends, wherever they lie. What is a summand stands last in its
+    unit, that of all of tp before that of a part of it.
     """
     weights = weights_of(model, cut)
     if isinstance(model, MLPConfig):
@@ -70,19 +108,37 @@ def units_of(model: GPTConfig | MLPConfig, cut: Cut) -> tuple[UnitSize, ...]:
     members: dict[str, list[Weight]] = {name: [] for name in ("embedding", "positions", "block", "norm and head")}
     for weight in weights:
         members[outside.get(weight.name, "block")].append(weight)
-    counts = {"block": model.num_hidden_layers}
+    counts = {"block": len(cut.layers(model))}
     return tuple(_unit(name, held, counts.get(name, 1), cut.tp) for name, held in members.items() if held)
 
 
 def _unit(name: str, weights: list[Weight], count: int, tp: int) -> UnitSize:
-    order = [1, *sorted({weight.summand for weight in weights} - {1}, key=lambda ranks: ranks != tp)]
-    start, summands = 0, []
-    for ranks in order:
-        stop = start + sum(weight.numel for weight in weights if weight.summand == ranks)
-        if ranks > 1:
-            summands.append((ranks, start, stop))
+    kinds = {(weight.over, weight.summand) for weight in weights if weight.summand > 1}
+    start, summands = sum(weight.numel for weight in weights if weight.summand == 1), []
+    for over, ranks in sorted(kinds, key=lambda kind: kind != ("tp", tp)):
+        stop = start + sum(weight.numel for weight in weights if (weight.over, weight.summand) == (over, ranks))
+        summands.append(Summand(over, ranks, start, stop))
         start = stop
     return UnitSize(name, start, count, tuple(summands))
+
+
+def used_units(model: GPTConfig | MLPConfig, cut: Cut) -> list[list[int]]:
+    """For each stage of a rank the units that its forward enters, in order, by their places among all of them.
+
+    The places are those of `units_of` with each unit written out `count` times.
+    """
+    names = [unit.name for unit in units_of(model, cut) for _ in range(unit.count)]
+    blocks = iter(place for place, name in enumerate(names) if name in ("block", "layer"))
+    used = []
+    for part in cut.stages(model):
+        first = [name for name in ("embedding", "positions") if part.is_first]
+        last = ["norm and head"] if part.is_last else []
+        if part.is_last and isinstance(model, GPTConfig) and model.tie_word_embeddings:
+            last.append("embedding")
+        inside = [next(blocks) for _ in part.layers]
+        before, after = ([names.index(name) for name in ends if name in names] for ends in (first, last))
+        used.append([*before, *inside, *after])
+    return used
 
 
 def numel_of(weights: tuple[Weight, ...]) -> int:
@@ -100,12 +156,14 @@ def sharing_ranks(model: GPTConfig, tp: int) -> int:
 
 
 def _of_gpt(model: GPTConfig, cut: Cut) -> Iterator[Weight]:
-    layers, hidden, tp = model.num_hidden_layers, model.hidden_size, cut.tp
+    layers, hidden, tp = len(cut.layers(model)), model.hidden_size, cut.tp
+    embeds, ends, tied = cut.has_first(model), cut.has_last(model), model.tie_word_embeddings
     tokens = tp if cut.sequence_parallel else 1  # ranks that each saw only their own tokens
     norm = vectors_of_norm(model)
     table = padded_vocabulary(model, tp) // tp * hidden
-    yield Weight("embedding", table)
-    if model.position_embedding_type == "absolute":
+    if embeds or (ends and tied):
+        yield Weight("embedding", table, summand=2 if tied and embeds != ends else 1, over="pp")
+    if embeds and model.position_embedding_type == "absolute":
         yield Weight("positions", model.max_position_embeddings * hidden, summand=tokens)
     yield Weight("norms of a block", 2 * norm * hidden, layers, tokens)
     for weight in _of_attention(model, cut):
@@ -117,8 +175,9 @@ def _of_gpt(model: GPTConfig, cut: Cut) -> Iterator[Weight]:
     if model.mlp_bias:
         yield Weight("up bias", parts * ffn, layers)
         yield Weight("down bias", hidden, layers, tokens)
-    yield Weight("last norm", norm * hidden, summand=tokens)
-    if not model.tie_word_embeddings:
+    if ends:
+        yield Weight("last norm", norm * hidden, summand=tokens)
+    if ends and not tied:
         yield Weight("head", table)
 
 

@@ -60,9 +60,7 @@ def expected_of_all(config: Config, *, on_cpu: bool = True) -> list[Memory]:
     return [expected_memory(config, on_cpu=on_cpu, pp_rank=rank) for rank in range(config.layout.pp)]
 
 
-def training_of(
-    config: Config, span: Span, *, on_cpu: bool = True, shard_rank: int = 0, pp_rank: int = 0
-) -> Training:
+def training_of(config: Config, span: Span, *, on_cpu: bool = True, shard_rank: int = 0, pp_rank: int = 0) -> Training:
     """All that the memory of a step depends on."""
     assert config.layout.dp is not None, "check() fills it in"
     optim, cut, recipe = config.optim, cut_of(config, pp_rank), recipe_of(config)
@@ -71,9 +69,7 @@ def training_of(
     moments = int(optim.betas[0] > 0) if optim.name == "sgd" else 2
     held = state(config.model, cut, sharing, recipe, moments=moments)
     schedule = placement(config).schedule(microbatches(config, span))
-    return Training(
-        config.model, cut, pass_of(config, span, on_cpu=on_cpu), sharing, recipe, held, schedule, pp_rank
-    )
+    return Training(config.model, cut, pass_of(config, span, on_cpu=on_cpu), sharing, recipe, held, schedule, pp_rank)
 
 
 def recipe_of(config: Config) -> Recipe:
@@ -178,9 +174,7 @@ def _container(cgroup: Path) -> int | None:
     return max(int(limit) - int(used) + int(reclaimable), 1)
 
 
-def memory_of(
-    config: Config, span: Span, *, on_cpu: bool = True, shard_rank: int = 0, pp_rank: int = 0
-) -> Memory:
+def memory_of(config: Config, span: Span, *, on_cpu: bool = True, shard_rank: int = 0, pp_rank: int = 0) -> Memory:
     """As `expected_memory`, in one span of steps."""
     training = training_of(config, span, on_cpu=on_cpu, shard_rank=shard_rank, pp_rank=pp_rank)
     kept = kept_activations(training.model, training.cut, training.micro)
