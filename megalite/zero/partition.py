@@ -65,7 +65,7 @@ def held_parameters(stages: Sequence[nn.Module]) -> list[Held]:
 
 def ties(spec: ParamSpec, mesh: Mesh) -> tuple[Axis, ...]:
     """The axes over which a parameter is tied between pipeline stages: those of `partial` that lead out of this one."""
-    return tuple(axis for axis in spec.partial if not set(axis.ranks) <= set(mesh.stage.ranks))
+    return tuple(axis for axis in spec.partial if axis.size > 1 and not set(axis.ranks) <= set(mesh.stage.ranks))
 
 
 class Part(NamedTuple):
