@@ -24,10 +24,11 @@ LENGTHS = (3, 3, 5, 3, 4)  # of the micro-batches, over and over: the first two 
 
 
 class Example(NamedTuple):
-    """A micro-batch. x, target: (rows, length, width)."""
+    """A micro-batch. x, target: (rows, length, width). uses_all: whether a stage may use all of its layers."""
 
     x: Tensor
     target: Tensor
+    uses_all: bool = True
 
 
 def examples(count: int, *, step: int = 0, lengths: Sequence[int] = LENGTHS) -> list[Example]:
@@ -45,28 +46,34 @@ def linear(*, defers: bool = True, dtype: torch.dtype = torch.float64) -> nn.Mod
     return nn.Linear(WIDTH, WIDTH, dtype=dtype)
 
 
-class Body(nn.Module):
-    """Residual layers: x + tanh(linear(norm(x))). The norm's gradients are never put off, the linears' unless plain."""
+class Layer(nn.Module):
+    """x + tanh(linear(norm(x))). The norm's gradients are never put off, the linear's unless it is plain."""
 
-    def __init__(self, layers: int = 2, *, defers: bool = True) -> None:
+    def __init__(self, *, defers: bool = True) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH, dtype=torch.float64) for _ in range(layers))
-        self.linears = nn.ModuleList(linear(defers=defers) for _ in range(layers))
+        self.norm, self.linear = nn.LayerNorm(WIDTH, dtype=torch.float64), linear(defers=defers)
 
     def forward(self, x: Tensor) -> Tensor:
-        for norm, one in zip(self.norms, self.linears, strict=True):
-            x = x + torch.tanh(one(norm(x)))
-        return x
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Body(nn.Sequential):
+    def __init__(self, layers: int = 2, *, defers: bool = True) -> None:
+        super().__init__(*(Layer(defers=defers) for _ in range(layers)))
 
 
 class Stage(nn.Module):
-    def __init__(self, body: nn.Module, *, is_first: bool, is_last: bool) -> None:
+    """number: of `count` stages; its parameters' names bear it."""
+
+    def __init__(self, body: nn.Module, number: int, count: int) -> None:
         super().__init__()
-        self.body, self.is_first, self.is_last = body, is_first, is_last
+        self.bodies = nn.ModuleDict({str(number): body})
+        self.is_first, self.is_last = number == 0, number == count - 1
 
     def forward(self, x: Tensor | None, example: Example) -> Tensor:
         assert (x is None) == self.is_first
-        y = self.body(example.x if x is None else x)
+        (body,) = self.bodies.values()
+        y = body(example.x if x is None else x)
         if not self.is_last:
             return y
         return (y - example.target.flatten()[: y.numel()].view(y.shape)).square().sum()
@@ -78,10 +85,10 @@ Bodies = Sequence[Callable[[], nn.Module]]
 
 def build(bodies: Bodies, numbers: Sequence[int]) -> dict[int, nn.Module]:
     """The stages of these numbers."""
-    found = {}
+    found: dict[int, nn.Module] = {}
     for number in numbers:
         torch.manual_seed(number)
-        found[number] = Stage(bodies[number](), is_first=number == 0, is_last=number == len(bodies) - 1)
+        found[number] = Stage(bodies[number](), number, len(bodies))
     return found
 
 

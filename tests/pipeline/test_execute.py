@@ -232,7 +232,7 @@ class Fails(nn.Module):
 def failing(how: str) -> tuple[str, float]:
     end_waits_after(3)
     pp = pipeline_axis()
-    stage = Stage(Fails(how) if pp.rank == 1 else Body(), is_first=pp.rank == 0, is_last=pp.rank == pp.size - 1)
+    stage = Stage(Fails(how) if pp.rank == 1 else Body(), pp.rank, pp.size)
     pipeline = Pipeline({pp.rank: stage}, make("zb_h1", ranks=pp.size, microbatches=8), pp=pp)
     began = time.monotonic()
     try:

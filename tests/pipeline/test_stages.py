@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.layers.embedding import VocabParallelEmbedding
+from megalite.layers.linear import ColumnParallelLinear
 from megalite.mesh import Axis
 from megalite.pipeline.catalogue import make
 from megalite.pipeline.execute import Pipeline
@@ -196,18 +197,22 @@ def tied() -> list[tuple[Result, dict[int, int]]]:
                     sums.append(weight.grad)
                     weight.grad = None
 
-            stage.body.linears[0].weight.register_post_accumulate_grad_hook(take)
+            first_linear(stage).weight.register_post_accumulate_grad_hook(take)
         loss = Pipeline(stages, made, pp=pp).step(examples(MICROBATCHES))
         for number, gradients in sums.items():
             if gradients:
-                stages[number].body.linears[0].weight.grad = torch.stack(gradients).sum(0)
+                first_linear(stages[number]).weight.grad = torch.stack(gradients).sum(0)
         arrivals = {number: len(gradients) for number, gradients in sums.items()}
         found.append((Result(loss, take_gradients(stages)), arrivals))
     return found
 
 
 def tie(stages: Mapping[int, nn.Module]) -> None:
-    stages[3].body.linears[0].weight = stages[0].body.linears[0].weight
+    first_linear(stages[3]).weight = first_linear(stages[0]).weight
+
+
+def first_linear(stage: nn.Module) -> ColumnParallelLinear:
+    return next(module for module in stage.modules() if isinstance(module, ColumnParallelLinear))
 
 
 def test_a_weight_of_two_stages_of_one_rank_has_the_sum_of_both_and_arrives_once_for_each():
