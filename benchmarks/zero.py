@@ -3,6 +3,7 @@
     python benchmarks/zero.py                                  all stages on 2 ranks, hidden 256
     python benchmarks/zero.py --ranks 2 4 --hiddens 256 512    the whole table
     python benchmarks/zero.py --stages 3 --rounds 3            one of them, quickly
+    python benchmarks/zero.py --breakdown                      instead: where each side's CPU time goes
 
 | ours    | its peer                                            |
 |---------|-----------------------------------------------------|
@@ -39,8 +40,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.profiler import record_function
 
-from benchmarks import harness
+from benchmarks import harness, parts
 from benchmarks.harness import Side
+from benchmarks.parts import Clock, Enter, silently
 from benchmarks.train import LEARNING_RATE, MAX_NORM, SEED, WEIGHT_DECAY, adamw, peaks_within
 from benchmarks.work import Work, add_work, work_of
 from megalite.mesh import Layout, Mesh
@@ -63,15 +65,22 @@ class Training(NamedTuple):
     weights: Callable[[], dict[str, Tensor]]
 
 
-def ours(work: Work, stage: int) -> Training:
+def ours(work: Work, stage: int, enter: Enter = silently) -> Training:
     mesh = Mesh.build(Layout(dp=dist.get_world_size()))
     model = GPT(work.config, mesh=mesh, device="meta")
     zero = Zero(model, mesh, stage=stage, units=(Block,), optimizer=adamw, seed=SEED)
+    tell_of_update(zero.optimizer, enter)
     microbatch = work.part(mesh.dp)
 
     def step() -> Tensor:
+        enter("forward")
         zero.begin(microbatches=1)
-        (model(None, microbatch) / work.tokens).backward()
+        loss = model(None, microbatch) / work.tokens
+        enter("backward")
+        loss.backward()
+        enter("sums")
+        zero.reduce()
+        enter("norm and clip")
         return zero.step(max_norm=MAX_NORM)
 
     def weights() -> dict[str, Tensor]:
@@ -81,7 +90,7 @@ def ours(work: Work, stage: int) -> Training:
     return Training(step, weights)
 
 
-def torchs(work: Work, stage: int) -> Training:
+def torchs(work: Work, stage: int, enter: Enter = silently) -> Training:
     """The peer of a stage. It averages gradients where we sum them: hence the loss over this rank's own tokens."""
     mesh = Mesh.build(Layout(dp=dist.get_world_size()))
     model = GPT(work.config, mesh=mesh)
@@ -94,11 +103,16 @@ def torchs(work: Work, stage: int) -> Training:
         for decay in (True, False)
     ]
     optimizer = spread_adamw(groups) if stage == 1 else adamw(groups)
+    tell_of_update(optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer, enter)
     microbatch = work.part(mesh.dp)
 
     def step() -> Tensor:
+        enter("forward")
         optimizer.zero_grad()
-        (wrapped(None, microbatch) / microbatch.valid()).backward()
+        loss = wrapped(None, microbatch) / microbatch.valid()
+        enter("backward")
+        loss.backward()
+        enter("norm and clip")
         norm = clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -108,6 +122,31 @@ def torchs(work: Work, stage: int) -> Training:
         return {name: weight.detach().clone() for name, weight in whole.items()}
 
     return Training(step, weights)
+
+
+def alone(work: Work, stage: int, enter: Enter = silently) -> Training:
+    """The same forward and backward on each rank, and nothing else: what no stage can be faster than."""
+    mesh = Mesh.build(Layout(dp=dist.get_world_size()))
+    model = GPT(work.config, mesh=mesh)
+    init_parameters(model, SEED)
+    microbatch = work.part(mesh.dp)
+
+    def step() -> Tensor:
+        enter("forward")
+        loss = model(None, microbatch) / work.tokens
+        enter("backward")
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        return loss
+
+    return Training(step, lambda: dict(model.named_parameters()))
+
+
+def tell_of_update(optimizer: torch.optim.Optimizer, enter: Enter) -> None:
+    """What follows an optimizer's step is the gathering of weights, or torch's broadcasts of them."""
+    optimizer.register_step_pre_hook(lambda *_: enter("update"))
+    optimizer.register_step_post_hook(lambda *_: enter("gathers"))
 
 
 def sharded(model: GPT, stage: int) -> nn.Module:
@@ -125,7 +164,7 @@ def spread_adamw(groups: Sequence[dict]) -> torch.optim.Optimizer:
     return ZeroRedundancyOptimizer(rows, optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
 
 
-SIDES: dict[str, Callable[[Work, int], Training]] = {OURS: ours, PEER: torchs}
+SIDES: dict[str, Callable[..., Training]] = {OURS: ours, PEER: torchs}
 PEERS = {0: "DDP", 1: "DDP + ZeroRedundancyOptimizer", 2: "FSDP2, no reshard", 3: "FSDP2"}
 
 
@@ -165,6 +204,22 @@ def live(work: Work, stage: int, side: str) -> int:
                 training.step()
 
     return min(peaks_within(train, "the step")[1:])
+
+
+def broken_down(work: Work, stage: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Runs on every rank: both sides and the computation alone, in turn."""
+    clocks = {name: Clock() for name in (*SIDES, "alone")}
+    made = SIDES | {"alone": alone}
+    sides = {name: (made[name](work, stage, clock.enter).step, clock) for name, clock in clocks.items()}
+    return parts.cpu_milliseconds(sides, world=Mesh.build(Layout(dp=dist.get_world_size())).world, rounds=rounds)
+
+
+def breakdown(work: Work, stages: Sequence[int], *, ranks: int, rounds: int) -> str:
+    rows = []
+    for stage in stages:
+        found = run(broken_down, ranks, work, stage, rounds, checked=False, timeout=600)[0]
+        rows += [(f"stage {stage}", found[OURS]), (f"  {PEERS[stage]}", found[PEER]), ("  alone", found["alone"])]
+    return parts.report(f"{ranks} ranks, hidden {work.config.hidden_size}, CPU ms", rows)
 
 
 def formula_bytes(work: Work, stage: int, *, ranks: int) -> float:
@@ -222,6 +277,11 @@ sent: by one rank and step, as a ring would send what was asked for (on Gloo FSD
 differ: the largest difference of weights after the same steps, relative to each tensor's largest entry"""
 
 
+BREAKDOWN = """CPU ms of a step of all ranks together, the median of {rounds} rounds in turn, waiting left out
+alone: forward and backward, and nothing else. sums: what ours still adds after backward; torch's are in backward
+other threads: Gloo's, whatever the part. Stage 3's and FSDP2's gathers are in forward and backward"""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     add_work(parser)
@@ -230,6 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2])
     parser.add_argument("--hiddens", nargs="+", type=int, help="several tables; default: --hidden alone")
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds; each runs both sides once")
+    parser.add_argument("--breakdown", action="store_true", help="CPU time by part of the step, instead of the table")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes lines of its own to stderr
@@ -237,9 +298,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.hidden = hidden
         work = work_of(options)
         print(f"{work}, one thread a rank\n", flush=True)
+        show = breakdown if options.breakdown else report
         for ranks in options.ranks:
-            print(report(work, options.stages, ranks=ranks, rounds=options.rounds) + "\n", flush=True)
-    print(LEGEND.format(rounds=options.rounds))
+            print(show(work, options.stages, ranks=ranks, rounds=options.rounds) + "\n", flush=True)
+    print((BREAKDOWN if options.breakdown else LEGEND).format(rounds=options.rounds))
 
 
 if __name__ == "__main__":
