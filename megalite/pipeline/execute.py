@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class Pipeline:
     @property
     def device(self) -> torch.device:
         """Where the stages are."""
-        tensors = (x for stage in self.stages.values() for x in (*stage.parameters(), *stage.buffers()))
+        tensors = chain.from_iterable(chain(stage.parameters(), stage.buffers()) for stage in self.stages.values())
         return next((x.device for x in tensors), torch.device("cpu"))
 
     def prepare(self, microbatches: int) -> Schedule:
@@ -167,14 +168,15 @@ class _Run:
         self.pipeline, self.microbatches = pipeline, microbatches
         self.denominator, self.loss_scale, self.last_backward = denominator, loss_scale, last_backward
         self.last_stage, self.row = lowered.schedule.stages - 1, lowered.rows[pipeline.pp.rank]
-        self.loss = torch.zeros((), dtype=torch.float64, device=pipeline.device)
+        device = pipeline.device
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.post = Post(
             lowered,
             pipeline.pp.rank,
             lanes=pipeline._lanes,
             forms=pipeline._forms,
             microbatches=[form_of(microbatch) for microbatch in microbatches],
-            device=pipeline.device,
+            device=device,
         )
         self.passes: dict[tuple[int, int], _Pass] = {}
         self.stores: dict[tuple[int, int], WeightGradStore] = {}
