@@ -259,7 +259,35 @@ def _sum_bits() -> None:
     x = draw(8, 33, seed=axis.rank).float()
     parts = [draw(8, 33, seed=rank).float().chunk(4)[axis.rank] for rank in range(4)]
     in_rank_order = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    before = x.clone()
     assert torch.equal(comm.start_reduce_scatter(x, axis, dim=0).wait(), in_rank_order)
+    assert torch.equal(x, before), "x is the caller's"
+    elsewhere, mine = torch.empty(2, 33), x[axis.part(8)]
+    assert comm.start_reduce_scatter(x, axis, into=elsewhere).wait().data_ptr() == elsewhere.data_ptr()
+    comm.start_reduce_scatter(x, axis, into=mine).wait()
+    assert torch.equal(elsewhere, in_rank_order) and torch.equal(mine, in_rank_order)
+    others = [row for row in range(8) if row // 2 != axis.rank]
+    assert torch.equal(x[others], before[others]), "only this rank's part was given away"
+
+
+def _several_in_flight() -> None:
+    """Of one size, in one group, waited for in another order than they were issued."""
+    axis = tp_axis()
+    blocks = [draw(4 * axis.size, 3, seed=10 * number + axis.rank) for number in range(3)]
+    sums = [sum(draw(4 * axis.size, 3, seed=10 * number + rank) for rank in range(axis.size)) for number in range(3)]
+    reductions = [comm.start_reduce_scatter(block, axis) for block in blocks]
+    gathers = [comm.start_all_gather(total[axis.part(len(total))], axis) for total in sums]
+    empty = comm.start_all_gather(torch.ones(0, 2), axis)
+    for pending, total in reversed(list(zip(gathers, sums, strict=True))):
+        assert torch.equal(pending.wait(), total)
+    for pending, total in reversed(list(zip(reductions, sums, strict=True))):
+        assert_equal(pending.wait(), total[axis.part(len(total))], "a sum among several")
+    assert empty.wait().shape == (0, 2)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_gathers_and_reductions_in_flight_at_once_are_not_taken_for_each_other(n):
+    run(_several_in_flight, n)
 
 
 def test_a_reduce_scatter_on_gloo_sums_in_rank_order():
