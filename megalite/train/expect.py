@@ -12,7 +12,7 @@ from typing import Any
 from megalite.cost.activations import Pass, kept_activations
 from megalite.cost.communication import Step, by_axis, traffic
 from megalite.cost.flops import flops_per_token
-from megalite.cost.memory import Recipe, Sharing, State, state
+from megalite.cost.memory import GIB, Recipe, Sharing, State, state
 from megalite.cost.peak import Moment, Training, peak
 from megalite.cost.published import layer_activations
 from megalite.cost.weights import Cut
@@ -21,8 +21,6 @@ from megalite.train.config import Config
 from megalite.train.placement import placement
 from megalite.train.spans import Span, micro_batch, microbatches, spans_of
 from megalite.train.strict import ConfigError
-
-GIB = 2**30
 
 VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 

@@ -87,7 +87,8 @@ def describe_layout(config: Config, layout: Layout) -> list[str]:
     """The sizes, then a table with a row for each axis of several ranks: which ranks sit together on it."""
     sizes = " x ".join(f"{name}={layout.sizes[name]}" for name in ("dp", "cp", "tp", "pp"))
     sequence = ", sequence parallel" if config.layout.sequence_parallel else ""
-    lines = [f"{sizes} = {layout.world_size} ranks{sequence}; ZeRO stage {config.zero.stage}"]
+    ranks = "1 rank" if layout.world_size == 1 else f"{layout.world_size} ranks"
+    lines = [f"{sizes} = {ranks}{sequence}; ZeRO stage {config.zero.stage}"]
     rows = [name for name in ("tp", "cp", "dp", "pp") if layout.sizes[name] > 1]
     if rows:
         lines.append("axis  ranks  who sits together")
