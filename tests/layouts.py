@@ -115,7 +115,7 @@ class Stages(NamedTuple):
 
     def parts(self, layers: int, count: int) -> list[Part]:
         """Of so many stages; where there are more than layers, the embedding and the head are layers too."""
-        ends = int(count > layers)
+        ends = int(count > layers and self.split is None)
         return Part.each(split_layers(layers, count, sizes=self.split, embedding_layers=ends, head_layers=ends))
 
     def __str__(self) -> str:
