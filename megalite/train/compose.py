@@ -38,6 +38,7 @@ def compose(job: Callable[[dict[str, Any]], None], *, folder: Path, name: str, r
     def task(composed: DictConfig) -> None:
         try:
             values = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+            _require_one_choice(folder)
             _place_paths(values)
             with silence.broken():
                 job(values)
@@ -109,6 +110,15 @@ def _refusal_within(error: BaseException | None) -> ConfigError | None:
 def _legal_keys() -> list[str]:
     models = [asdict(config) for config in (GPTConfig(), MLPConfig())]
     return [key for values in (schema(), *({"model": model} for model in models)) for key, _ in flatten(values)]
+
+
+def _require_one_choice(folder: Path) -> None:
+    """Of each group: Hydra takes a list and lets the last of it win. Experiments may be several."""
+    config = HydraConfig.get()
+    for group in sorted(path.name for path in folder.iterdir() if path.is_dir()):
+        if group not in ("experiment", "hydra") and group not in config.runtime.choices:
+            said = next((one for one in config.overrides.task if one.lstrip("+~").startswith(group)), group)
+            raise ConfigError(f"{said} is not one choice; take {group}=... with one of them")
 
 
 def _place_paths(values: dict[str, Any]) -> None:

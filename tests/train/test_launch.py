@@ -125,6 +125,10 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch, tmp_path, overrides, cac
         ("optimm.lr=1", "error: optimm is no key of the configuration; did you mean optim?"),
         ("modle=gpt2", "error: modle is no key of the configuration; did you mean model?"),
         ("model=gpt3", "error: model=gpt3 is unknown; did you mean gpt2?"),
+        (
+            "precision=[fp32,bf16]",
+            "error: precision=[fp32,bf16] is not one choice; take precision=... with one of them",
+        ),
         ("+optim.lrr=1", "error: optim.lrr is no key of the configuration; did you mean optim.lr?"),
         ("model=mlp model.vocab_size=9", "error: model.vocab_size is a key of another kind of model; leave it out"),
         ("data.paths={a:1}", "error: data.paths must be a list, such as data.paths=[...]"),
