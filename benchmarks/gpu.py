@@ -6,6 +6,7 @@
 - linear: two ranks on Gloo share the device: tensor parallelism, with and without sequence parallelism, equals one
   rank; then one rank on NCCL trains the model of configs/model/llama-0.5b.yaml in bfloat16 (float32 masters, AdamW).
 - zero: two ranks on Gloo share the device: stages 1 to 3 against stage 0, their memory and the time of a step.
+- pipeline: two ranks on Gloo share the device: schedules, split backward among them, against one process.
 
 MFU = FLOPs of the model / time / the device's peak. FLOPs of a token: 6N + 12 L h s (PaLM, arXiv:2204.02311, appendix
 B): N parameters without the embedding table, whose look-up multiplies nothing; L layers, h = heads x head_dim, s the
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from benchmarks import gpu_zero, harness
+from benchmarks import gpu_pipeline, gpu_zero, harness
 from benchmarks.work import Work, partial_parameters, sum_gradients
 from megalite.comm import start_all_reduce
 from megalite.mesh import Layout, Mesh
@@ -221,15 +222,24 @@ def model_config(preset: str) -> GPTConfig:
 
 def zero(options: argparse.Namespace) -> None:
     """The part `zero`. float32: sums in another order; bfloat16: gradients of eight bits, over some steps."""
-    work = Work(ZERO, options.batch, min(options.seq, 512))
+    work = Work(LARGE, options.batch, min(options.seq, 512))
     for dtype, allowed in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
         call = (work, "cuda:0", options.steps, dtype)
         found = run(gpu_zero.train, 2, *call, start="spawn", checked=False, timeout=PART_SECONDS / 2)[0]
         print("\n" + gpu_zero.report(found, dtype=dtype, allowed=allowed), flush=True)
 
 
-PARTS = {"linear": linear, "zero": zero}
-ZERO = GPTConfig(
+def pipeline(options: argparse.Namespace) -> None:
+    """The part `pipeline`. float32: sums in another order; bfloat16: gradients of eight bits."""
+    work = Work(LARGE, options.batch, min(options.seq, 512))
+    for dtype, allowed in ((torch.float32, (1e-5, 1e-3)), (torch.bfloat16, (2e-2, 5e-2))):
+        call = (work, "cuda:0", options.steps, dtype)
+        found = run(gpu_pipeline.train, 2, *call, start="spawn", checked=False, timeout=PART_SECONDS / 2)[0]
+        print("\n" + gpu_pipeline.report(found, dtype=dtype, allowed=allowed), flush=True)
+
+
+PARTS = {"linear": linear, "zero": zero, "pipeline": pipeline}
+LARGE = GPTConfig(
     vocab_size=32000,
     hidden_size=1024,
     intermediate_size=2816,

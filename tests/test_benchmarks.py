@@ -10,7 +10,19 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import gpu, gpu_zero, harness, linear, overlap, peers, train, zero
+from benchmarks import (
+    gpu,
+    gpu_pipeline,
+    gpu_zero,
+    harness,
+    linear,
+    overlap,
+    peers,
+    pipeline,
+    pipeline_sleeping,
+    train,
+    zero,
+)
 from benchmarks.harness import Side
 from benchmarks.work import Work
 from megalite.comm import start_all_gather, start_all_reduce, start_reduce_scatter
@@ -19,6 +31,7 @@ from megalite.models.config import GPTConfig
 from megalite.models.gpt import GPT
 from megalite.train.memory_timeline import Change
 from tests.counting import count
+from tests.pipeline.sleeping import Job as SleepingJob
 from tests.ranks import run
 
 # Float32 sums in another order: some 1e-7 of a tensor's largest entry, and a wrong term is far above.
@@ -244,6 +257,29 @@ def test_the_table_of_overlap_holds_both_ways_against_what_arithmetic_says() -> 
     assert text.splitlines()[2].startswith("stage 2") and "reductions" in text and "F0" in text
 
 
+# ---- pipeline
+
+
+@pytest.mark.parametrize(("name", "model"), [("1f1b", "gpt"), ("interleaved", "plain"), ("zb_v", "plain")])
+def test_both_sides_of_the_pipeline_have_the_same_loss_and_gradients_and_send_what_the_formula_says(
+    name: str, model: str
+) -> None:
+    job = pipeline.Job(name, model, small_work(num_hidden_layers=5), microbatches=4, head_layers=1)
+    found = run(pipeline.speed, 2, job, 1, checked=False)
+    assert all(one.difference < ROUNDING for one in found)
+    for side in pipeline.SIDES:
+        assert sum(one.sent[side] for one in found) == pipeline.formula_bytes(job)
+    ours, torchs = (max(one.losses[side] for one in found) for side in pipeline.SIDES)
+    assert math.isclose(ours, torchs, rel_tol=ROUNDING)
+
+
+def test_the_table_of_sleeping_stages_has_each_schedule_beside_the_simulator() -> None:
+    jobs = [SleepingJob(name, 2, 2, *[0.002] * 3) for name in ("1f1b", "zb_v")]
+    lines = pipeline_sleeping.report(jobs, repeats=1).splitlines()
+    assert [line.split()[0] for line in lines[2:4]] == ["1f1b", "zb_v"]
+    assert "simulator says" in lines[-1]
+
+
 # ---- gpu
 
 
@@ -306,6 +342,17 @@ def test_the_gpu_part_of_zero_finds_all_stages_equal_on_the_cpu_and_a_wrong_one_
     wrong = [*found[:3], found[3]._replace(norms=[norm * 1.01 for norm in found[3].norms])]
     with pytest.raises(SystemExit, match="the stages do not agree"):
         gpu_zero.report(wrong, dtype=torch.float32, allowed=1e-4)
+
+
+def test_the_gpu_part_of_pipelines_finds_all_schedules_equal_on_the_cpu_and_a_wrong_one_not() -> None:
+    work = small_work(num_hidden_layers=5)
+    found = run(gpu_pipeline.train, 2, work, "cpu", 1, torch.float32, checked=False)[0]
+    allowed = ROUNDING, ROUNDING
+    text = gpu_pipeline.report(found, dtype=torch.float32, allowed=allowed)
+    assert all(f"\n{name} " in text for name in gpu_pipeline.SCHEDULES)
+    with pytest.raises(SystemExit, match="not what one process computes: zb_v"):
+        wrong = [one._replace(gradients=0.5) if one.name == "zb_v" else one for one in found]
+        gpu_pipeline.report(wrong, dtype=torch.float32, allowed=allowed)
 
 
 def test_without_a_gpu_its_benchmark_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,6 +64,7 @@ def _rounds(lanes: Iterable[LaneKey]) -> list[dict[tuple[int, int], Sequence[Lan
 def start_send(x: Tensor, lane: Axis) -> Pending[None]:
     """Sends x, contiguous, along a lane; `wait()` returns once the reader takes it, and x may be written again."""
     assert lane.rank == 0, "the reader of a lane sends nothing on it"
+    x = x.cpu() if _through_host(x, lane) else x
     start = partial(dist.isend, x, lane.ranks[1], lane.group, tag=size_tag(x))
     flight = issue("send", lane, [x], start)
 
@@ -76,8 +77,14 @@ def start_send(x: Tensor, lane: Axis) -> Pending[None]:
 def start_receive(into: Tensor, lane: Axis) -> Pending[Tensor]:
     """Takes the next message of a lane into a contiguous tensor of its size and dtype."""
     assert lane.rank == 1, "the sender of a lane reads nothing from it"
-    start = partial(dist.irecv, into, lane.ranks[0], lane.group, tag=size_tag(into))
-    return Pending(lambda: into, issue("receive", lane, [into], start))
+    place = torch.empty_like(into, device="cpu") if _through_host(into, lane) else into
+    start = partial(dist.irecv, place, lane.ranks[0], lane.group, tag=size_tag(place))
+    return Pending(lambda: into if place is into else into.copy_(place), issue("receive", lane, [place], start))
+
+
+def _through_host(x: Tensor, lane: Axis) -> bool:
+    """Gloo reads and writes messages by the processor's addresses, whatever device they are of."""
+    return x.device.type != "cpu" and dist.get_backend(lane.group) == "gloo"
 
 
 def size_tag(x: Tensor) -> int:
