@@ -104,14 +104,14 @@ SCHEDULES: dict[str, Entry] = {
         v_shaped.v_half,
         V_SHAPED,
         splits_backward=True,
-        whole_from=lambda ranks: ranks,
+        whole_from=lambda ranks: (ranks + 2) // 2,
     ),
     "v_min": Entry(
         "a third of 1f1b's activations, about two thirds of its bubble",
         v_shaped.v_min,
         V_SHAPED,
         splits_backward=True,
-        whole_from=lambda ranks: ranks,
+        whole_from=lambda ranks: (ranks + 4) // 3,
     ),
     "dualpipe_v": Entry(
         "a forward and a backward in pairs, one's messages under the other's work",

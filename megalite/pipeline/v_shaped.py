@@ -9,12 +9,12 @@ They are told in one of two ways:
 With p ranks and m micro-batches; F, B, W those of one stage, half of what a rank does; activations in whole-stage
 micro-batches, two stages' to one:
 
-| schedule   | idle_span                                    | most held on any rank               |
-|------------|----------------------------------------------|-------------------------------------|
-| zb_v       | 2 (p-1) (B-W), m >= 2p - 1, W <= F <= B      | min(m, p), on all from m = 2p - 1   |
-| dualpipe_v | (p-1) (F+B-W), m >= 2p, W <= B <= F <= B + W | min(m, p + 1/2), on all from m = 2p |
-| v_half     | at most 3 (p-1) at F=B=W=1, m >= p           | min(m, (p + 2) // 2)                |
-| v_min      | at most 4 (p-1) + 1 at F=B=W=1               | min(m, (p + 4) // 3)                |
+| schedule   | idle_span                                     | most held on any rank               |
+|------------|-----------------------------------------------|-------------------------------------|
+| zb_v       | 2 (p-1) (B-W), m >= 2p - 1, W <= F <= B       | min(m, p), on all from m = 2p - 1   |
+| dualpipe_v | (p-1) (F+B-W), m >= 2p, W <= B <= F <= B + W  | min(m, p + 1/2), on all from m = 2p |
+| v_half     | at most 3 (p-1) at F=B=W=1, m >= (p + 2) // 2 | min(m, (p + 2) // 2)                |
+| v_min      | at most 4 (p-1) + 1 at F=B=W=1                | min(m, (p + 4) // 3)                |
 """
 
 from __future__ import annotations
