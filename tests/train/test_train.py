@@ -22,7 +22,17 @@ from megalite.models.config import GPTConfig, MLPConfig
 from megalite.models.microbatch import IGNORED, Microbatch, VectorMicrobatch
 from megalite.spec import init_parameters
 from megalite.train.check import check
-from megalite.train.config import Config, DataConfig, EvalConfig, LayoutConfig, LossConfig, OptimConfig, PrecisionConfig
+from megalite.train.config import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    LayoutConfig,
+    LossConfig,
+    OptimConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    ZeroConfig,
+)
 from megalite.train.finite import GROWTH_STEPS, MOST_SKIPPED_IN_A_ROW, LossScale, NotFiniteError
 from megalite.train.launch import World
 from megalite.train.model import build_stages
@@ -39,6 +49,9 @@ CONFIGS = {
     "gpt": Config(model=GPT, seq_len=8, global_batch_size=8, loss=LossConfig(z_loss=0.1, chunk_tokens=6)),
     "mlp": Config(model=MLPConfig(hidden_size=16, num_hidden_layers=3), global_batch_size=8),
 }
+
+
+ENDS_APART = PipelineConfig("zb_v", embedding_layers=1, head_layers=1)  # four stages of two layers, and the two ends
 
 
 @pytest.fixture(scope="module")
@@ -66,18 +79,23 @@ def trained(config: Config) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "layout", "micro_batch_size"),
+    ("name", "ranks", "layout", "changes"),
     [
-        ("gpt", 2, LayoutConfig(tp=2), None),
-        ("gpt", 4, LayoutConfig(tp=2, sequence_parallel=False), 2),
-        ("gpt", 4, LayoutConfig(), 1),
-        ("mlp", 2, LayoutConfig(tp=2), 4),
-        ("mlp", 2, LayoutConfig(), None),
+        ("gpt", 2, LayoutConfig(tp=2), {}),
+        ("gpt", 4, LayoutConfig(tp=2, sequence_parallel=False), {"micro_batch_size": 2}),
+        ("gpt", 4, LayoutConfig(), {"micro_batch_size": 1}),
+        ("gpt", 2, LayoutConfig(pp=2), {}),
+        ("gpt", 4, LayoutConfig(pp=2), {"pipeline": ENDS_APART, "zero": ZeroConfig(3)}),
+        ("gpt", 4, LayoutConfig(pp=2, tp=2), {"pipeline": PipelineConfig("zb_h1"), "recompute": "full"}),
+        ("mlp", 2, LayoutConfig(tp=2), {"micro_batch_size": 4}),
+        ("mlp", 2, LayoutConfig(), {}),
+        ("mlp", 2, LayoutConfig(pp=2), {"pipeline": PipelineConfig("gpipe")}),
     ],
 )
-def test_every_layout_leaves_the_same_rows(text, tmp_path, name, ranks, layout, micro_batch_size):
+def test_every_layout_leaves_the_same_rows(text, tmp_path, name, ranks, layout, changes):
+    """Rank 0 writes them: loss and norm are there where the last stage is another rank's, too."""
     alone = trained(run_of(name, text, tmp_path / "alone"))
-    cut = run_of(name, text, tmp_path / "cut", layout=layout, micro_batch_size=micro_batch_size)
+    cut = run_of(name, text, tmp_path / "cut", layout=layout, **changes)
     rows = run(trained, ranks, cut)[0]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert ["val/loss" in row for row in rows] == [False, True, False, True]
@@ -91,6 +109,19 @@ def test_the_loss_falls_and_a_repeated_run_has_the_same_bits(text, tmp_path):
     assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.1
     assert trained(replace(config, out_dir=str(tmp_path / "two"))) == rows
     assert trained(replace(config, out_dir=str(tmp_path / "other"), seed=1)) != rows
+
+
+def test_a_text_of_two_and_a_half_batches_is_read_on_in_whole_ones_by_every_layout(tmp_path):
+    """The third batch ends in the next epoch: no rank has a short or a missing micro-batch."""
+    (tmp_path / "short.txt").write_bytes(bytes(range(97, 122)) * 330)  # 8250 tokens, of which a step reads 3200
+    alone = run_of("gpt", "", tmp_path / "alone", seq_len=400)
+    data = DataConfig([str(tmp_path / "short.txt")], validation_period=0)
+    alone = replace(alone, data=data, eval=EvalConfig())
+    rows = run(trained, 4, replace(alone, out_dir=str(tmp_path / "cut"), layout=LayoutConfig(pp=2)))[0]
+    expected = trained(alone)
+    assert len(rows) == len(expected) == 4
+    for row, other in zip(rows, expected, strict=True):
+        assert row == pytest.approx(other, rel=1e-10)  # float64 over four steps
 
 
 def test_stop_after_ends_a_run_and_changes_none_of_its_steps(text, tmp_path):
@@ -159,6 +190,9 @@ def by_torch(config: Config) -> float:
         pytest.param((7, 0), 2, LayoutConfig(), None, id="a rank without any"),
         pytest.param((0, 0), 2, LayoutConfig(), None, id="none anywhere"),
         pytest.param((0, 0, 0, 5), 4, LayoutConfig(tp=2), 1, id="dp2 tp2, one micro-batch of one data rank"),
+        pytest.param((7, 0, 1), 2, LayoutConfig(pp=2), 1, id="pp2, a micro-batch without any"),
+        pytest.param((0, 0, 0, 5), 4, LayoutConfig(pp=2), 1, id="dp2 pp2, one micro-batch of one data rank"),
+        pytest.param((0, 0), 2, LayoutConfig(pp=2), 1, id="pp2, none anywhere"),
     ],
 )
 def test_every_token_that_counts_weighs_the_same_however_they_are_spread(
@@ -178,22 +212,24 @@ def test_every_token_that_counts_weighs_the_same_however_they_are_spread(
         assert all(row["train/loss"] == row["train/grad_norm"] == 0 for row in expected)
 
 
-def poisoned(sample: int) -> Callable[[VectorMicrobatch], VectorMicrobatch]:
+def poisoned(sample: int, field: str) -> Callable[[VectorMicrobatch], VectorMicrobatch]:
     def change(microbatch: VectorMicrobatch) -> VectorMicrobatch:
-        inputs = microbatch.inputs.clone()
-        inputs[microbatch.sample_ids == sample] = math.nan
-        return replace(microbatch, inputs=inputs)
+        values = getattr(microbatch, field).clone()
+        values[microbatch.sample_ids == sample] = math.nan
+        return replace(microbatch, **{field: values})
 
     return change
 
 
 @pytest.mark.parametrize("bad_step", [1, 3])
-@pytest.mark.parametrize("layout", [LayoutConfig(), LayoutConfig(tp=2)], ids=["dp", "tp"])
+@pytest.mark.parametrize("field", ["inputs", "targets"])
+@pytest.mark.parametrize("layout", [LayoutConfig(), LayoutConfig(tp=2), LayoutConfig(pp=2)], ids=["dp", "tp", "pp"])
 def test_a_loss_that_is_not_a_number_on_one_rank_is_seen_and_its_step_left_out_by_all(
-    monkeypatch, tmp_path, capfd, bad_step, layout
+    monkeypatch, tmp_path, capfd, bad_step, layout, field
 ):
-    """The last sample of a step, which rank 0 has not read where data is cut. Later steps are those of one process."""
-    change_batches(monkeypatch, poisoned(8 * bad_step - 1))
+    """The last sample of a step, which rank 0 has not read where data is cut, and whose targets only the last stage
+    looks at. Later steps are those of one process."""
+    change_batches(monkeypatch, poisoned(8 * bad_step - 1, field))
     alone = trained(run_of("mlp", "", tmp_path / "alone"))
     assert "1 steps changed nothing" in capfd.readouterr().out
     rows = run(trained, 2, run_of("mlp", "", tmp_path / "cut", layout=layout))[0]
@@ -210,7 +246,9 @@ def given_up(config: Config) -> str:
     return str(lost.value)
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, LayoutConfig()), (2, LayoutConfig(tp=2)), (2, LayoutConfig())])
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(1, LayoutConfig()), (2, LayoutConfig(tp=2)), (2, LayoutConfig(pp=2)), (2, LayoutConfig())]
+)
 def test_ten_skipped_steps_in_a_row_end_the_run_on_all_ranks_and_each_says_so(tmp_path, capfd, ranks, layout):
     config = run_of("mlp", "", tmp_path, layout=layout)
     config = replace(config, steps=40, optim=OptimConfig(lr=1e300, warmup_steps=0))
