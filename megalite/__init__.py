@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megalite.models.config import GPTConfig, MLPConfig
     from megalite.models.gpt import GPT
     from megalite.models.mlp import MLP
+    from megalite.pipeline.execute import Pipeline
     from megalite.spec import Init, ParallelModule, ParamSpec, init_parameters, param_specs
     from megalite.styles import parallelize
     from megalite.weight_grad import WeightGradStore
@@ -42,6 +43,7 @@ __all__ = [
     "Mesh",
     "ParallelModule",
     "ParamSpec",
+    "Pipeline",
     "RowParallelLinear",
     "SequenceParallelLayerNorm",
     "SequenceParallelRMSNorm",
@@ -69,6 +71,7 @@ _HOME = {
     "megalite.models.config": ("GPTConfig", "MLPConfig"),
     "megalite.models.gpt": ("GPT",),
     "megalite.models.mlp": ("MLP",),
+    "megalite.pipeline.execute": ("Pipeline",),
     "megalite.spec": ("Init", "ParallelModule", "ParamSpec", "init_parameters", "param_specs"),
     "megalite.styles": ("parallelize",),
     "megalite.weight_grad": ("WeightGradStore",),

@@ -17,7 +17,7 @@ from tests.train.composing import changed, choosing
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-PROGRAM, PLAIN = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+PROGRAM, PLAIN, STAGES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 TABLE = README.partition("| override | means |")[2].partition("\n\n")[0]
 ROWS = re.findall(r"^\| `.*=.*", TABLE, flags=re.MULTILINE)
 OVERRIDES = [quoted for row in ROWS for quoted in re.findall("`(.*?)`", row) if "=" in quoted]
@@ -49,6 +49,14 @@ def test_the_plain_model_trains_at_stage_3_as_it_does_alone_on_the_same_batch():
     assert all(other == first for other in others)
     alone = norms(same.replace("Layout.fit(dist.get_world_size())", "Layout()"))
     assert first == pytest.approx(alone, rel=1e-3)  # float32, over ten steps of AdamW
+
+
+def test_the_stages_of_ones_own_train_on_two_data_ranks_and_on_one_alike():
+    """With one and the same batch on both; the denominator counts it twice, and AdamW does not see a constant."""
+    same = STAGES.replace("manual_seed(mesh.dp.rank)", "manual_seed(0)")
+    first, *others = run(norms, 4, same)
+    assert all(other == first for other in others) and first[-1] < first[0]
+    assert run(norms, 2, same)[0] == pytest.approx(first, rel=1e-3)  # float32, over ten steps of AdamW
 
 
 @pytest.mark.parametrize("overrides", OVERRIDES)
