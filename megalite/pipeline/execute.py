@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,18 @@ Around = Callable[[Any], AbstractContextManager[Any]]
 """Gives what is entered around an action."""
 
 
+class Announce(Protocol):
+    """Is told which stage's pass comes after the one that begins; None after the last."""
+
+    def __call__(self, stage: nn.Module | None, *, is_backward: bool) -> None: ...
+
+
 def _nothing(_: Any) -> AbstractContextManager[None]:
     return nullcontext()
+
+
+def _unheard(stage: nn.Module | None, *, is_backward: bool) -> None:
+    pass
 
 
 class Pipeline:
@@ -110,15 +120,17 @@ class Pipeline:
         denominator: float | Tensor | Pending[Tensor] = 1.0,
         loss_scale: float = 1.0,
         last_backward: Around = _nothing,
+        announce: Announce = _unheard,
     ) -> Tensor:
         """Forward and backward of all micro-batches. Returns the sum of their losses over the denominator: float64,
         0-d, the same on every rank of pp; gradients are those of it times loss_scale.
 
         last_backward: given a stage, returns what is entered around the action that brings the last gradients of one of
-        its micro-batches, W or BW: `Zero.last_backward`.
+        its micro-batches, W or BW: `Zero.last_backward`. announce: is told what comes next, so that weights can be
+        fetched meanwhile: `Zero.announce`.
         """
         self.prepare(len(microbatches))
-        lowered, how = self._lowered[len(microbatches)], (denominator, loss_scale, last_backward)
+        lowered, how = self._lowered[len(microbatches)], (denominator, loss_scale, last_backward, announce)
         with torch.enable_grad():
             return _Run(self, lowered, microbatches, *how).all()
 
@@ -153,38 +165,35 @@ class _Pass:
     form: Form
 
 
+@dataclass
 class _Run:
     """One pass over a schedule, by the arguments of `Pipeline.step`."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        lowered: Lowered,
-        microbatches: Sequence[Any],
-        denominator: float | Tensor | Pending[Tensor] = 1.0,
-        loss_scale: float = 1.0,
-        last_backward: Around = _nothing,
-    ) -> None:
-        self.pipeline, self.microbatches = pipeline, microbatches
-        self.denominator, self.loss_scale, self.last_backward = denominator, loss_scale, last_backward
-        self.last_stage, self.row = lowered.schedule.stages - 1, lowered.rows[pipeline.pp.rank]
-        device = pipeline.device
+    pipeline: Pipeline
+    lowered: Lowered
+    microbatches: Sequence[Any]
+    denominator: float | Tensor | Pending[Tensor] = 1.0
+    loss_scale: float = 1.0
+    last_backward: Around = _nothing
+    announce: Announce = _unheard
+
+    def __post_init__(self) -> None:
+        pipeline, device = self.pipeline, self.pipeline.device
+        self.stages, self.last_stage = pipeline.stages, self.lowered.schedule.stages - 1
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.post = Post(
-            lowered,
-            pipeline.pp.rank,
-            lanes=pipeline._lanes,
-            forms=pipeline._forms,
-            microbatches=[form_of(microbatch) for microbatch in microbatches],
-            device=device,
-        )
+        forms = [form_of(microbatch) for microbatch in self.microbatches]
+        how: dict[str, Any] = {"lanes": pipeline._lanes, "forms": pipeline._forms, "device": device}
+        self.post = Post(self.lowered, pipeline.pp.rank, microbatches=forms, **how)
         self.passes: dict[tuple[int, int], _Pass] = {}
         self.stores: dict[tuple[int, int], WeightGradStore] = {}
         self.handed: dict[Action, Tensor] = {}  # what neighbouring stages on this rank leave, by who reads it
 
     def all(self) -> Tensor:
         """Works off this rank's row. Returns the loss, summed over pp."""
-        for place, step in enumerate(self.row):
+        row = self.lowered.rows[self.pipeline.pp.rank]
+        for place, (step, following) in enumerate(zip(row, _following(row), strict=True)):
+            coming = None if following is None else self.stages[following.stage]
+            self.announce(coming, is_backward=following is not None and following.kind != "F")
             self._one(place, step)
         self._divisor()
         self.post.close()
@@ -207,13 +216,12 @@ class _Run:
     def _act(self, action: Action, received: Tensor | None) -> Tensor | None:
         """Runs one action. Returns what it leaves to the neighbouring stage, if it leaves anything."""
         kind, stage, microbatch = action
-        module = self.pipeline.stages[stage]
         if kind == "F":
             return self._forward(stage, microbatch, received)
         if kind == "B":
             with self._deferring(stage, microbatch):
                 return self._backward(stage, microbatch, received)
-        with self.last_backward(module):
+        with self.last_backward(self.stages[stage]):
             if kind == "BW":
                 return self._backward(stage, microbatch, received)
             self.stores.pop((stage, microbatch)).run()
@@ -223,7 +231,7 @@ class _Run:
         with_backward = torch.is_grad_enabled()
         if x is not None and with_backward and (x.is_floating_point() or x.is_complex()):
             x.requires_grad_()
-        y = self.pipeline.stages[stage](x, self.microbatches[microbatch])
+        y = self.stages[stage](x, self.microbatches[microbatch])
         _require_output(y, stage, is_last=stage == self.last_stage)
         if with_backward:
             edge = get_gradient_edge(y) if y.requires_grad else None
@@ -256,8 +264,18 @@ class _Run:
         store = self.stores[stage, microbatch] = WeightGradStore()
         with store.open():
             yield
-        if not store and any(parameter.requires_grad for parameter in self.pipeline.stages[stage].parameters()):
+        if not store and any(parameter.requires_grad for parameter in self.stages[stage].parameters()):
             self.pipeline.report_whole_backward(stage)
+
+
+def _following(row: Sequence[Step]) -> list[Action | None]:
+    """For each place of a row, the F, B or BW that is the next to come after it."""
+    found: list[Action | None] = []
+    following: Action | None = None
+    for step in reversed(row):
+        found.append(following)
+        following = following if step.action.kind == "W" else step.action
+    return found[::-1]
 
 
 def _require_output(y: Any, stage: int, *, is_last: bool) -> None:

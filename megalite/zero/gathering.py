@@ -1,9 +1,10 @@
 """Stage 3: when a unit's weights are whole. Hooks on modules and on what they take and give.
 
 1. Before a unit's module computes, forward or backward, the unit is gathered, and the gathers of the next `prefetch`
-   units are started: those that came after it the last time.
-2. Before the next unit is entered in forward, the one before is released: so a unit of several modules stays whole from
-   the first to the last of them, and the last unit from its forward into its backward.
+   units are started: those that came after it the last time, and after the last of a pass those that come first in the
+   pass that was announced. Each stage has its own order, so that stages may take turns.
+2. Before the next unit is entered, the one of the forward before is released: so a unit of several modules stays whole
+   from the first to the last of them, and the last unit from its forward into its backward, if that comes next.
 3. A unit is released in backward when all of its parameters, or the inputs of all of its modules that were entered one
    after the other, have their gradients, else at the end of the pass; before the next one is entered, so that
    1 + prefetch units are whole at once.
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from megalite.comm import start_all_gather
+from megalite.zero.path import Path, Way
 from megalite.zero.unit import Unit
 
 WEIGHTLESS_BACKWARD = (nn.Embedding, nn.EmbeddingBag)
@@ -59,18 +61,21 @@ class Gathering:
         self.units = [unit for unit, _ in uses]
         self._numbers = {unit: number for number, unit in enumerate(self.units)}
         self._trace = 0  # of the units gathered in this step, in order
-        self._forward, self._backward = _Path(prefetch), _Path(prefetch)
+        self._ways = [Way(Path(prefetch), Path(prefetch)) for _ in stages]
+        self._announced: tuple[Way, bool] | None = None  # whose pass comes next, and whether that is its backward
+        self._ahead: list[Unit] = []  # of the unit that was entered last
         self._entered: dict[Unit, int] = dict.fromkeys(self.units, 0)  # forwards that are going on within each unit
         self._open: dict[Unit, set[_Call]] = {unit: set() for unit in self.units}  # calls in their backward
         self._visit: tuple[Unit | None, int, set[_Call]] = (None, NO_PASS, set())  # see `_Call.visit`
         self._arrived: Counter[tuple[Unit, int]] = Counter()  # parameters with a gradient, of a unit and a pass
-        for stage in stages:
-            stage.register_forward_pre_hook(_beginning(weakref.ref(self)))
+        for number, stage in enumerate(stages):
+            stage.register_forward_pre_hook(_beginning(weakref.ref(self), number))
+        way_of = {module: way for stage, way in zip(stages, self._ways, strict=True) for module in stage.modules()}
         for unit, modules in uses:
             for module in modules:
-                self._hook(unit, module)
+                self._hook(unit, module, way_of[module])
 
-    def _hook(self, unit: Unit, module: nn.Module) -> None:
+    def _hook(self, unit: Unit, module: nn.Module, way: Way) -> None:
         owner = weakref.ref(self)
         calls: list[_Call] = []
         reads, hooked = _reads_weight_in_backward(module), weakref.ref(module)
@@ -78,7 +83,7 @@ class Gathering:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             # A deep copy of the module has this hook too, and weights of its own.
             if (gathering := owner()) is not None and hooked() is module:
-                calls.append(gathering._enter_forward(unit, (args, kwargs), reads))
+                calls.append(gathering._enter_forward(_Call(unit, way), (args, kwargs), reads))
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if (gathering := owner()) is not None and calls and hooked() is module:
@@ -87,12 +92,13 @@ class Gathering:
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
 
-    def _enter_forward(self, unit: Unit, inputs: Any, reads: bool) -> _Call:
-        self._enter(unit, in_backward=_pass() != NO_PASS, returns=reads)
+    def _enter_forward(self, call: _Call, inputs: Any, reads: bool) -> _Call:
+        unit = call.unit
+        self._enter(call, in_backward=_pass() != NO_PASS, returns=reads)
         self._entered[unit] += 1
         if self._visit[:2] != (unit, _pass()):
             self._visit = (unit, _pass(), set())
-        call = _Call(unit, self._visit[2])
+        call.visit = self._visit[2]
         if torch.is_grad_enabled() and reads:
             needed = [x for x in _tensors(inputs) if x.requires_grad]
             call.before = _nodes(needed)
@@ -118,7 +124,7 @@ class Gathering:
                 gathering._noticed()
                 call.begun_in = _pass()
                 gathering._open[call.unit].add(call)
-                gathering._enter(call.unit, in_backward=True)
+                gathering._enter(call, in_backward=True)
 
         return enter
 
@@ -131,20 +137,32 @@ class Gathering:
 
         return leave
 
-    def _enter(self, unit: Unit, *, in_backward: bool, returns: bool = True) -> None:
+    def _enter(self, call: _Call, *, in_backward: bool, returns: bool = True) -> None:
+        unit, way = call.unit, call.way
+        following = [] if self._announced is None else self._announced[0].first(in_backward=self._announced[1])
         if in_backward:
-            if not self._backward.is_known:
-                self._backward.expect(self._forward.back)
-            ahead = self._backward.enter(unit)
+            if not way.backward.is_known:
+                way.backward.expect(way.forward.back)
+            self._ahead = way.backward.enter(unit, following=following)
         else:
-            ahead = self._forward.enter(unit, returns=returns)
+            self._ahead = way.forward.enter(unit, following=following, returns=returns)
+        if not in_backward or self.reshard == "forward":
             for other in self.units:
-                if other is not unit and other not in ahead and not self._entered[other] and not self._open[other]:
+                if (
+                    other is not unit
+                    and other not in self._ahead
+                    and not self._entered[other]
+                    and not self._open[other]
+                ):
                     self._release_after_forward(other)
         self._gather(unit)
         unit.wait()
-        for following in ahead:
-            self._gather(following)
+        for coming in self._ahead:
+            self._gather(coming)
+
+    def announce(self, stage: int | None, *, in_backward: bool) -> None:
+        """Which stage's pass comes after the one that is to begin now; None where it is not known."""
+        self._announced = None if stage is None else (self._ways[stage], in_backward)
 
     def _gather(self, unit: Unit) -> None:
         if unit.weights.is_allocated:
@@ -178,10 +196,10 @@ class Gathering:
         if self.reshard != "step" and not comes_back:
             unit.release()
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, stage: int) -> None:
         """A stage's forward begins."""
         if _pass() == NO_PASS:
-            self._forward.end()
+            self._ways[stage].forward.end()
             for calls in self._open.values():  # of a backward that has not reached its end
                 calls.clear()
 
@@ -194,7 +212,8 @@ class Gathering:
                 self._release(unit)
 
     def _release(self, unit: Unit) -> None:
-        if not self._entered[unit] and self.reshard != "step":
+        is_kept = self._announced is not None and unit in self._ahead
+        if not self._entered[unit] and self.reshard != "step" and not is_kept:
             unit.release()
 
     def arrived(self, unit: Unit) -> None:
@@ -212,8 +231,9 @@ class Gathering:
                 self._leave_backward(call)
 
     def end_pass(self) -> None:
-        """A backward pass has ended."""
-        self._backward.end()
+        """A backward pass has ended. What was gathered for the pass that was announced stays."""
+        for way in self._ways:
+            way.backward.end()
         self._arrived.clear()
         for unit in self.units:
             self._open[unit].clear()
@@ -221,8 +241,10 @@ class Gathering:
 
     def end_step(self) -> None:
         """Weights have changed: whatever is whole is old."""
-        self._forward.end()
-        self._backward.end()
+        self._announced, self._ahead = None, []
+        for way in self._ways:
+            way.forward.end()
+            way.backward.end()
         for unit in self.units:
             unit.release()
 
@@ -241,62 +263,27 @@ class Gathering:
                 unit.release()
 
 
-class _Path:
-    """The units of a pass in the order of entering: what was learned from the last pass says what comes next."""
-
-    def __init__(self, prefetch: int) -> None:
-        self.prefetch = prefetch
-        self._known: list[Unit] = []
-        self._seen: list[Unit] = []
-        self._returning: list[Unit] = []  # those that backward comes back to
-
-    @property
-    def is_known(self) -> bool:
-        return bool(self._known or self._seen)
-
-    @property
-    def back(self) -> list[Unit]:
-        """The way back, as long as no backward has shown it."""
-        return self._returning[::-1]
-
-    def expect(self, units: list[Unit]) -> None:
-        self._known = units
-
-    def enter(self, unit: Unit, *, returns: bool = True) -> list[Unit]:
-        """Those that come after `unit`, `prefetch` of them."""
-        if not self._seen or self._seen[-1] is not unit:
-            self._seen.append(unit)
-            if returns:
-                self._returning.append(unit)
-        place = len(self._seen) - 1
-        if place >= len(self._known) or self._known[place] is not unit:
-            return []
-        return self._known[place + 1 : place + 1 + self.prefetch]
-
-    def end(self) -> None:
-        if self._seen:
-            self._known, self._seen, self._returning = self._seen, [], []
-
-
-def _beginning(owner: weakref.ref[Gathering]) -> Callable[..., None]:
+def _beginning(owner: weakref.ref[Gathering], stage: int) -> Callable[..., None]:
     def begin(module: nn.Module, args: Any) -> None:
         if (gathering := owner()) is not None:
-            gathering.begin_pass()
+            gathering.begin_pass(stage)
 
     return begin
 
 
 class _Call:
-    """One forward of a module. before: what made its inputs, while it goes on; begun_in: the pass of its backward.
+    """One forward of a module, on a stage's way. before: what made its inputs, while it goes on; begun_in: the pass of
+    its backward.
 
     visit: it and its neighbours, of the same unit with no other unit between, whose backward is not over.
     """
 
-    __slots__ = ("before", "begun_in", "unit", "visit")
+    __slots__ = ("before", "begun_in", "unit", "visit", "way")
 
-    def __init__(self, unit: Unit, visit: set[_Call]) -> None:
-        self.unit, self.visit, self.begun_in = unit, visit, NO_PASS
+    def __init__(self, unit: Unit, way: Way) -> None:
+        self.unit, self.way, self.begun_in = unit, way, NO_PASS
         self.before: set[Any] = set()
+        self.visit: set[_Call] = set()
 
 
 def _pass() -> int:

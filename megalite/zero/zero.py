@@ -160,8 +160,16 @@ class Zero:
         from within it on. For steps that were opened with in_turns; every data rank enters the same blocks in the same
         order.
         """
-        with self._reductions.last_backward(next(n for n, module in enumerate(self._modules) if module is stage)):
+        with self._reductions.last_backward(self._number(stage)):
             yield
+
+    def announce(self, stage: nn.Module | None, *, is_backward: bool) -> None:
+        """Said before one of the stages begins a pass: which one's comes after it, and whether that is its backward. At
+        stage 3 its first weights are then gathered under this one's end. None: nothing is known to come."""
+        self._gathering.announce(None if stage is None else self._number(stage), in_backward=is_backward)
+
+    def _number(self, stage: nn.Module) -> int:
+        return next(number for number, module in enumerate(self._modules) if module is stage)
 
     def _arrive(self, slot: Slot, parameter: Tensor) -> None:
         """One gradient is in `parameter.grad`, or none: a layer that puts its weight's gradient off fires empty."""

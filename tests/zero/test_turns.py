@@ -101,7 +101,8 @@ class Trained:
         self.launches.clear()
         self.zero.begin(microbatches=MICROBATCHES, in_turns=True)
         examples = batch(step, self.mesh.dp.rank, self.model)
-        return self.pipeline.step(examples, denominator=TOKENS, last_backward=last_backward or self.zero.last_backward)
+        how: dict[str, Any] = {"last_backward": last_backward or self.zero.last_backward}
+        return self.pipeline.step(examples, denominator=TOKENS, announce=self.zero.announce, **how)
 
     def train(self) -> Record:
         record = Record([], [], [], [], {}, [unit.name for unit in self.zero.units])
@@ -276,3 +277,47 @@ def test_nan_in_the_last_stage_alone_leaves_the_step_out_on_all_ranks(stage, sch
             (False, False, 1, True),
             (True, True, 1, False),
         ]
+
+
+def whole_units(choices: list[tuple[str, int]]) -> list[list[tuple[int, int, int, int]]]:
+    """Of each schedule and prefetch, by step: units entered, those on their way before, the most whole at once, and
+    those that are left."""
+    found = []
+    for schedule, prefetch in choices:
+        one = Trained(schedule, stage=3, prefetch=prefetch)
+        gathering = one.zero._gathering
+        early: list[bool] = []
+        most = [0]
+        enter = gathering._enter
+
+        def watched(
+            call: Any, enter: Any = enter, one: Trained = one, early: Any = early, most: Any = most, **how: Any
+        ) -> None:
+            early.append(call.unit.weights.is_allocated)
+            enter(call, **how)
+            most.append(sum(unit.weights.is_allocated for unit in one.zero.units))
+
+        gathering._enter = watched
+        steps = []
+        for step in range(2):
+            early.clear()
+            most.clear()
+            one.backward(step)
+            left = sum(unit.weights.is_allocated for unit in one.zero.units)
+            steps.append((len(early), sum(early), max(most), left))
+            one.zero.step()
+        found.append(steps)
+    return found
+
+
+def test_at_stage_3_only_a_steps_first_weights_are_waited_for_however_stages_take_turns():
+    """Each stage has its own order, and the pipeline announces what comes next. Of whole units there are 1 + prefetch,
+    also where one stage's forward is followed by the other's backward; after the step, none."""
+    choices = [(schedule, prefetch) for schedule in (*FAMILY, "dualpipe_v") for prefetch in (1, 2)]
+    for rank in run(whole_units, DP * PP, choices, checked=False):
+        for (schedule, prefetch), (_, (entered, early, most, left)) in zip(choices, rank, strict=True):
+            stages = count_of(schedule) // PP
+            layers = 2
+            assert entered == 2 * MICROBATCHES * stages * layers
+            assert early == entered - 1, schedule
+            assert most <= 1 + prefetch and left == 0
