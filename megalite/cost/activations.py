@@ -85,7 +85,7 @@ def stage_activations(model: GPTConfig | MLPConfig, cut: Cut, micro: Pass, part:
 def handed_on(model: GPTConfig | MLPConfig, cut: Cut, micro: Pass, layer: int) -> int:
     """What goes from the stage that ends before this layer to the next, and its gradient back. (The deep MLP's is cut
     over tp between a pair of layers.)"""
-    tokens = micro.tokens if isinstance(model, MLPConfig) else local_tokens(cut, micro)
+    tokens = micro.batch if isinstance(model, MLPConfig) else local_tokens(cut, micro)
     within_pair = isinstance(model, MLPConfig) and layer % 2
     return tokens * model.hidden_size * micro.value_bytes // (cut.tp if within_pair else 1)
 
@@ -181,8 +181,9 @@ class _Norm:
         if model.norm_type == "rmsnorm":
             return cls(rows * w, True)
         vectors = vectors_of_norm(model) * features * w if micro.value_bytes < w and micro.on_cpu else 0
-        if cut:  # what is centred, and RMS norm's number
-            return cls(rows * (features + 1) * w + vectors // 2, False)
+        if cut:  # what is centred, and RMS norm's number; where it learns nothing, ones
+            weight = vectors // 2 if vectors_of_norm(model) else features * w
+            return cls(rows * (features + 1) * w + weight, False)
         widens = micro.value_bytes < w and micro.on_cpu
         return cls(rows * (2 + features * widens) * w + vectors, not widens)
 
@@ -239,8 +240,9 @@ def _attention(model: GPTConfig, cut: Cut, micro: Pass, layer: int) -> int:
         return kept + _eager(model, micro, heads=heads, values=q) - (q if q_is_view else 0)
     masked = micro.separate_documents or (model.window(layer) or micro.seq_len) < micro.seq_len
     mask = masked * micro.seq_len**2 * e * (micro.batch if micro.separate_documents else 1)
-    cuts = cut.sequence_parallel and cut.tp > 1 and micro.batch > 1
-    copied = q if cuts and not sequence_first else 0  # to be joined in the residual stream's order
+    # To be joined in the residual stream's order, which goes through the sequence first until it is sent.
+    cuts = cut.sequence_parallel and cut.tp > 1 and micro.batch > 1 and cut.is_as_embedded(model, layer)
+    copied = q if cuts and not sequence_first else 0
     return kept + copied + micro.tokens * heads * w + mask
 
 

@@ -12,7 +12,8 @@ With n ranks and b bytes of the full tensor an all-reduce sends 2 (n-1)/n b, an 
 | loss                  | gather of 3 numbers a token | the same                                |
 
 (arXiv:1909.08053, section 3, and arXiv:2205.05198, section 4.2.2; that the input is gathered again in backward is the
-price for not storing it whole.) A block that is computed again sends its forward's share again.
+price for not storing it whole.) A block that is computed again sends its forward's share again; one whose backward is
+split gathers the gradients of what leaves its sublayers in B and again in W.
 
 Over data ranks, with m micro-batches and in units of (n-1)/n of a Zero unit's gradients or weights:
 
@@ -22,9 +23,8 @@ Over data ranks, with m micro-batches and in units of (n-1)/n of a Zero unit's g
 | 1     | 1         | 1: gathered after the update                                                                     |
 | 2     | m         | 1                                                                                                |
 | 3     | m         | 2m: for forward and for backward; m of an embedding and positions, whose backward reads no       |
-|       |           | weight; less of a stage's last unit, which stays whole until a backward or another unit comes: m |
-|       |           | where each backward follows its forward at once. With reshard_after_forward=false at most so     |
-|       |           | much; with reshard=step 1                                                                        |
+|       |           | weight; less of a stage's last unit, which stays whole into a backward that follows at once, m   |
+|       |           | if all do. With reshard_after_forward=false m of all where they do, with reshard=step 1          |
 
 (arXiv:1910.02054, section 7.) Where only some of the data ranks share, each rank's share of the gradients is
 all-reduced over the others once a step. Gradients that are summands are all-reduced over tensor ranks once a step, a
@@ -102,6 +102,7 @@ def traffic(
     """Everything that is sent, in rows that add up; rows of 0 bytes are left out. pp: ranks of the pipeline."""
     of_tp = _of_mlp(model, cut, step) if isinstance(model, MLPConfig) else _of_gpt(model, cut, step)
     rows = [Traffic(row.axis, row.what, row.bytes * step.microbatches) for row in (*of_tp, *_of_pp(model, cut, step))]
+    rows += _of_splitting(model, cut, step)
     rows += _of_zero(model, cut, step, sharing)
     rows.append(Traffic("dp", "count and loss", all_reduce(2 * 8, sharing.data_ranks)))
     rows.append(Traffic("pp", "loss", all_reduce(8, pp)))
@@ -145,26 +146,35 @@ def _of_zero(model: GPTConfig | MLPConfig, cut: Cut, step: Step, sharing: Sharin
 def _gathers(model: GPTConfig | MLPConfig, cut: Cut, row: Row, sharing: Sharing) -> list[int]:
     """How often each unit's weights are gathered in a step, of all units one after the other.
 
-    A forward leaves its stage's last unit whole (with reshard_after_forward=false all of them); every backward, and W,
-    which reads no weight, ends with none.
+    As `megalite.zero.gathering` has it: `prefetch` units are fetched ahead, also for the next pass; with what is then
+    needed, that is all that stays whole (with reshard_after_forward=false forward gives nothing back). W reads none.
     """
     names = [unit.name for unit in units_of(model, cut) for _ in range(unit.count)]
     if sharing.stage < 3 or sharing.reshard == "step":
         return [1] * len(names)
-    parts, numbers = cut.stages(model), sorted({action.stage for action in row})
-    entered = dict(zip(numbers, zip(parts, used_units(model, cut), strict=True), strict=True))
-    times, whole = [0] * len(names), set[int]()
-    for kind, stage, _ in row:
-        part, places = entered[stage]
-        for place in places if kind == "F" else []:
-            times[place] += place not in whole
-            whole = {place} if sharing.reshard == "forward" else whole | {place}
-        if kind in ("B", "BW"):
-            lookups = sum(names[place] in ("embedding", "positions") for place in places[:2]) if part.is_first else 0
-            for place in set(places[lookups:]) - whole:
-                times[place] += 1
-        if kind != "F":
-            whole = set()
+    numbers = sorted({action.stage for action in row})
+    of_stage = dict(zip(numbers, zip(cut.stages(model), used_units(model, cut), strict=True), strict=True))
+
+    def entered(kind: str, stage: int) -> list[int]:
+        part, places = of_stage[stage]
+        lookups = sum(names[place] in ("embedding", "positions") for place in places[:2]) if part.is_first else 0
+        return places if kind == "F" else places[lookups:][::-1]
+
+    passes = [entered(action.kind, action.stage) for action in row if action.kind != "W"]
+    number, times, whole, ahead = 0, [0] * len(names), set[int](), set[int]()
+    for kind, _, _ in row:
+        if kind != "W":
+            mine, following = passes[number], passes[number + 1] if number + 1 < len(passes) else []
+            number += 1
+            for index, unit in enumerate(mine):
+                rest = mine[index + 1 :]
+                ahead = {*[*rest, *(one for one in following if one != unit)][: sharing.prefetch]}
+                needed = ahead | {unit}
+                for place in needed - whole:
+                    times[place] += 1
+                whole = needed if sharing.reshard == "forward" else whole | needed
+                ahead = needed if not rest and following[:1] == [unit] else ahead
+        whole = whole if kind == "F" else whole & ahead
     return times
 
 
@@ -198,6 +208,17 @@ def _of_gpt(model: GPTConfig, cut: Cut, step: Step) -> Iterator[Traffic]:
         yield Traffic("tp", "output layer", 3 * gathered if sp else reduced)
         statistics = (4 if step.label_smoothing else 3) * step.tokens * step.wide_bytes
         yield Traffic("tp", "loss", gather(tp * statistics, tp))
+
+
+def _of_splitting(model: GPTConfig | MLPConfig, cut: Cut, step: Step) -> Iterator[Traffic]:
+    """Over tp, in one step: gradients that came in parts, and were gathered in B, are gathered again in W."""
+    if isinstance(model, MLPConfig) or not cut.sequence_parallel:
+        return
+    message = step.tokens * model.hidden_size * step.value_bytes
+    numbers = sorted({action.stage for action in step.row})
+    layers = {stage: len(part.layers) for stage, part in zip(numbers, cut.stages(model), strict=True)}
+    split = sum(layers[action.stage] for action in step.row if action.kind == "W")
+    yield Traffic("tp", "gradients again in W", 2 * split * gather(message, cut.tp))
 
 
 def _of_cut_norms(model: GPTConfig, cut: Cut, step: Step) -> float:

@@ -176,7 +176,7 @@ class _Work:
             kept = around + sum(by_layer[: index + 1]) + later
             temporary = block_temporaries(model, cut, micro, layer, splits=splits) + tied
             temporary += came if index < len(part.layers) - 1 else 0
-            yield self._moment(before + index, f"block {layer}", kept, temporary)
+            yield self._moment(before + index, f"block {layer}", kept, temporary, begun=not splits)
             later += deferred_of_block(model, cut, micro) if splits else 0
         if part.is_first:
             temporary = embedding_temporaries(model, cut, micro, splits=splits) + came
@@ -201,26 +201,29 @@ class _Work:
         return model.tie_word_embeddings and not goes
 
     def _moment(self, at: int, name: str, activations: int, temporaries: int, *, begun: bool = True) -> Moment:
-        """With what Zero holds when backward is at the at-th unit of the stage: its gradients if they have begun, the
-        reduction of the one before."""
-        sharing, recipe, held = self.training.sharing, self.training.recipe, self.training.held
+        """With what Zero holds when work is at the at-th unit of the stage: its gradients if they have begun, and the
+        reduction that was started last, of the unit before or of the last one of a micro-batch before."""
+        training, held = self.training, self.training.held
+        sharing, recipe = training.sharing, training.recipe
         units, activations = self.units or [0], activations + self.others
         padded, share = ([size(numel) for numel in units] for size in (sharing.padded, sharing.share))
         at, weights, gradients = at % len(units), held.weights, held.gradients
         if sharing.spreads_weights:
-            first = 0 if sharing.reshard != "forward" else max(at - sharing.prefetch, 0)
-            last = len(units) - 1 if sharing.reshard == "step" else at
-            weights += sum(padded[first : last + 1]) * recipe.weights
-        moving = at + 1 < len(units)
+            whole = padded[max(at - sharing.prefetch, 0) : at + 1]
+            whole += [max(padded)] * (1 + sharing.prefetch - len(whole))  # for the pass that follows
+            weights += sum(whole if sharing.reshard == "forward" else padded) * recipe.weights
+        again = training.schedule.microbatches > 1
+        moving = None if self.splits or at + 1 == len(units) else at + 1
+        if moving is None and again and sharing.stage >= 2:
+            moving = 0
         if sharing.stage >= 2:
-            summed = sum(map(sharing.share, self.training.units))
-            summed = summed if self.training.schedule.microbatches > 1 else sum(share[at + 2 :])
-            gradients = (summed + (padded[at + 1] if moving else 0)) * recipe.gradients
+            summed = sum(map(sharing.share, training.units)) if again else sum(share[at + 2 :])
+            gradients = (summed + (0 if moving is None else padded[moving])) * recipe.gradients
             gradients += begun * units[at] * recipe.weights  # as backward left them, until they are all there
-        if sharing.stage >= 1 and sharing.shards > 1 and moving:
+        if sharing.stage >= 1 and sharing.shards > 1 and moving is not None:
             # With Gloo the parts of all other ranks, in one of which the sum is made; with NCCL the sum alone.
-            parts = sharing.shards - 1 if self.training.micro.on_cpu else 1
-            temporaries += parts * share[at + 1] * recipe.gradients
+            parts = sharing.shards - 1 if training.micro.on_cpu else 1
+            temporaries += parts * share[moving] * recipe.gradients
         return Moment(name, weights, gradients, activations, temporaries, held.masters + held.moments)
 
 

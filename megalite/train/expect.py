@@ -12,6 +12,7 @@ from typing import Any
 from megalite.cost.activations import Pass, kept_activations
 from megalite.cost.communication import Step, by_axis, traffic
 from megalite.cost.flops import flops_per_token
+from megalite.cost.in_flight import most_in_flight
 from megalite.cost.memory import GIB, Recipe, Sharing, State, state
 from megalite.cost.peak import Moment, Training, peak
 from megalite.cost.published import layer_activations
@@ -27,15 +28,19 @@ VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank: held from step to step; kept by a forward for its backward; at the highest moment of a step.
+    """Bytes of one rank: held from step to step; kept by a forward for its backward, of one micro-batch in each of its
+    stages; at the highest moment of a step.
 
-    published: what the paper's formula (arXiv:2205.05198) gives for all layers' activations.
+    published: what the paper's formula (arXiv:2205.05198) gives for its layers' activations. in_flight: the most that
+    is held of all micro-batches; deferred: of that, the most that waits from B to W where a backward is split.
     """
 
     state: State
     kept: int
     peak: Moment
     published: float
+    in_flight: int
+    deferred: int
 
     @property
     def total(self) -> int:
@@ -114,6 +119,15 @@ def sent_bytes(config: Config, span: Span, *, shard_rank: int = 0, pp_rank: int 
     return by_axis(rows)
 
 
+def most_sent(config: Config, span: Span) -> dict[str, float]:
+    """Axis -> the most that a rank of any place on pp sends over it."""
+    most: dict[str, float] = {}
+    for rank in range(config.layout.pp):
+        for axis, size in sent_bytes(config, span, pp_rank=rank).items():
+            most[axis] = max(most.get(axis, 0.0), size)
+    return most
+
+
 def operations_per_token(config: Config, span: Span) -> float:
     return flops_per_token(config.model, seq_len=span.seq_len)
 
@@ -175,8 +189,15 @@ def _container(cgroup: Path) -> int | None:
 def memory_of(config: Config, span: Span, *, on_cpu: bool = True, shard_rank: int = 0, pp_rank: int = 0) -> Memory:
     """As `expected_memory`, in one span of steps."""
     training = training_of(config, span, on_cpu=on_cpu, shard_rank=shard_rank, pp_rank=pp_rank)
-    kept = kept_activations(training.model, training.cut, training.micro)
-    return Memory(training.held, kept, peak(training), published_activations(training))
+    work = training.schedule, pp_rank
+    return Memory(
+        training.held,
+        kept_activations(training.model, training.cut, training.micro),
+        peak(training),
+        published_activations(training),
+        most_in_flight(*work, training.loads),
+        most_in_flight(*work, {stage: load._replace(kept=0) for stage, load in training.loads.items()}),
+    )
 
 
 def published_activations(training: Training) -> float:

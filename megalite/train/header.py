@@ -10,8 +10,11 @@ from megalite.cost.flops import peak_tflops
 from megalite.data import Baselines
 from megalite.mesh import Layout
 from megalite.models.config import GPTConfig
+from megalite.pipeline.catalogue import SCHEDULES
+from megalite.pipeline.simulate import Costs, peaks, simulate
 from megalite.train.config import Config, LinkConfig
-from megalite.train.expect import Memory, expected_memory, operations_per_token, sent_bytes
+from megalite.train.expect import Memory, expected_of_all, most_sent, operations_per_token
+from megalite.train.placement import placement
 from megalite.train.spans import Span, micro_batch, microbatches, spans_of
 
 SHOWN = 4
@@ -53,7 +56,8 @@ def header_lines(
 ) -> list[str]:
     """The header of a run. available: bytes that one rank can have, None if that is not known."""
     span = spans_of(config)[0]
-    need = expected_memory(config, on_cpu=device == "cpu")
+    needs = expected_of_all(config, on_cpu=device == "cpu")
+    most = max(needs, key=lambda need: need.total)
     parts = {
         "model": describe_model(config),
         "layout": "\n".join(describe_layout(config, layout)),
@@ -62,8 +66,9 @@ def header_lines(
         "batch": "\n".join(describe_batches(config)),
         "data": data,
         "to beat": describe_baselines(baselines),
-        "memory": describe_memory(need, available),
-        "sends": describe_sent(sent_bytes(config, span)),
+        "pipeline": "\n".join(describe_pipeline(config, needs)),
+        "memory": "\n".join([describe_memory(needs[0], available), *describe_neediest(needs)]),
+        "sends": describe_sent(most_sent(config, span), alike=config.layout.pp == 1),
         "mfu": describe_peak(operations_per_token(config, span), peak),
         "output": config.out_dir,
     }
@@ -72,7 +77,7 @@ def header_lines(
         for name, text in parts.items()
         for place, line in enumerate(text.splitlines())
     ]
-    return lines + ([warning] if (warning := memory_warning(need, available)) else [])
+    return lines + [warning for warning in (pipeline_warning(config), memory_warning(most, available)) if warning]
 
 
 def describe_model(config: Config) -> str:
@@ -139,6 +144,51 @@ def describe_baselines(baselines: Baselines | None) -> str:
     return f"{text}, by the token before: {baselines.bigram_nats:.4f}"
 
 
+def describe_pipeline(config: Config, needs: Sequence[Memory]) -> list[str]:
+    """The schedule, the stages, and what is to be expected of them; nothing where there is one stage. needs: of each
+    rank of pp."""
+    stages, count = placement(config), microbatches(config, spans_of(config)[0])
+    if len(stages.parts) == 1:
+        return []
+    schedule, layers = stages.schedule(count), [len(part.layers) for part in stages.parts]
+    ends = config.pipeline.embedding_layers, config.pipeline.head_layers
+    costs = [size + (stage == 0) * ends[0] for stage, size in enumerate(layers)]
+    costs[-1] += ends[1]
+    times = simulate(schedule, Costs(stages={stage: (cost, cost, cost) for stage, cost in enumerate(costs)}))
+    held = peaks(schedule)
+    lines = [
+        f"{schedule.name}: {schedule.stages} stages on {schedule.ranks} ranks, layers {_few(layers)}; {count} "
+        "micro-batches",
+        f"by layers at F=B=W, messages at once: bubble {float(times.bubble):.1%} of the ranks' time; rank by rank "
+        f"activations of {_few([f'{float(size):.3g}' for size in held])} micro-batches at most",
+    ]
+    if waiting := max(need.deferred for need in needs):
+        text = f"the backward is split: up to {size_text(waiting)} a rank wait from B to W"
+        if config.recompute == "full":
+            text += ", which recompute=full does not make less; pipeline.schedule=1f1b and interleaved hold none"
+        lines.append(text)
+    return lines
+
+
+def pipeline_warning(config: Config) -> str:
+    """One line if a step has fewer micro-batches than the schedule is shaped for; else empty."""
+    name, fewest = config.pipeline.schedule, min(microbatches(config, span) for span in spans_of(config))
+    wanted = SCHEDULES[name].whole_from(config.layout.pp) if name in SCHEDULES else 1
+    if fewest >= wanted:
+        return ""
+    return (
+        f"warning: pipeline.schedule={name} over layout.pp={config.layout.pp} has its small bubble from {wanted} "
+        f"micro-batches a step on, and there are {fewest}; take a smaller micro_batch_size or a larger "
+        "global_batch_size"
+    )
+
+
+def _few(values: Sequence[object]) -> str:
+    """All of them, or of many the ends."""
+    shown = [str(value) for value in values]
+    return " ".join(shown if len(shown) <= 4 * SHOWN else [*shown[: 2 * SHOWN], "...", *shown[-SHOWN:]])
+
+
 def describe_memory(need: Memory, available: int | None) -> str:
     """What is expected at the highest moment of a step: by kind what is exact, then the rest."""
     state, peak = need.state, need.peak
@@ -146,11 +196,19 @@ def describe_memory(need: Memory, available: int | None) -> str:
     held = ", ".join(f"{name} {size_text(size)}" for name, size in exact.items() if size)
     of = "" if available is None else f" of {size_text(available)}"
     paper = f" (by arXiv:2205.05198 {size_text(need.published)})" if need.published else ""
+    several = need.in_flight != need.kept
+    each, flight = (" a micro-batch", f", in flight {size_text(need.in_flight)}") if several else ("", "")
     host = f"; in the CPU's memory {size_text(state.host)}" if state.host else ""
     return (
         f"{size_text(need.total)}{of} a rank expected, at the step's highest moment ({peak.name}): {held}; "
-        f"activations kept {size_text(need.kept)}{paper}{host}"
+        f"activations kept {size_text(need.kept)}{each}{paper}{flight}{host}"
     )
+
+
+def describe_neediest(needs: Sequence[Memory]) -> list[str]:
+    """The rank of pp that needs most, if that is not the first."""
+    rank, most = max(enumerate(needs), key=lambda pair: pair[1].total)
+    return [f"most on rank {rank} of pp: {size_text(most.total)} ({most.peak.name})"] if rank else []
 
 
 def describe_measured(need: Memory, found: Mapping[str, int]) -> list[str]:
@@ -176,7 +234,7 @@ def memory_warning(need: Memory, available: int | None) -> str:
     if available is None or need.total <= available:
         return ""
     if need.state.between > available:
-        way_out = "take zero.stage=3 over more data ranks, a larger layout.tp or a smaller model"
+        way_out = "take zero.stage=3 over more data ranks, a larger layout.tp or layout.pp, or a smaller model"
     else:
         way_out = "take a smaller micro_batch_size or seq_len, recompute=full, or loss.chunk_tokens"
     return (
@@ -185,10 +243,12 @@ def memory_warning(need: Memory, available: int | None) -> str:
     )
 
 
-def describe_sent(sent: dict[str, float]) -> str:
+def describe_sent(sent: dict[str, float], *, alike: bool = True) -> str:
+    """alike: whether all ranks send as much."""
     if not sent:
         return "nothing: one rank"
-    return ", ".join(f"{axis} {size_text(size)}" for axis, size in sent.items()) + " a step and rank"
+    what = " a step and rank" + ("" if alike else ", where it is most")
+    return ", ".join(f"{axis} {size_text(size)}" for axis, size in sent.items()) + what
 
 
 def describe_peak(operations: float, peak: Peak) -> str:

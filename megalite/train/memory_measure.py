@@ -4,7 +4,8 @@
 
 | what                      | when                                | how                                    |
 |---------------------------|-------------------------------------|----------------------------------------|
-| activations kept          | at the end of the first forward     | storages made in it that are alive     |
+| activations kept          | at the end of each stage's first    | storages made in it that are alive,    |
+|                           | forward                             | and what came from the stage before    |
 | gradients                 | as the first update begins          | Zero's own tensors                     |
 | weights, masters, moments | between the first step and the next | Zero's and the optimizer's own tensors |
 | the highest moment        | in the second step, which has all   | CPU: allocations that torch's profiler |
@@ -15,7 +16,7 @@ Nothing is measured after that, and no bit of a run changes. Equal to the byte b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -93,32 +94,33 @@ def live_bytes(zero: Zero, *, offload: bool = False) -> dict[str, int]:
 class MemoryCheck:
     """Looks at one rank's memory as its first steps go by, and calls `done` with what it found, once.
 
-    found: bytes by KINDS and host, `kept`, and `peak` if it was asked for. Between `__enter__` and the end of the
-    second step the model and the optimizer carry hooks.
+    found: bytes by KINDS and host, `kept` (of one micro-batch in each of the rank's stages), and `peak` if it was asked
+    for. Between `__enter__` and the end of the second step stages and optimizer carry hooks.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        stages: Mapping[int, nn.Module],
         zero: Zero,
         *,
         peak: bool,
         done: Callable[[dict[str, int]], None],
         offload: bool = False,
     ) -> None:
-        self.model, self.zero, self.peak, self.done, self.offload = model, zero, peak, done, offload
+        self.stages, self.zero, self.peak, self.done, self.offload = list(stages.values()), zero, peak, done, offload
         self.found: dict[str, int] = {}
+        self.kept: dict[nn.Module, int] = {}
         self.survivors: Survivors | None = None
         self.recording: PeakRecording | None = None
         self.updates = 0  # steps that were made so far
         self.hooks = ExitStack()
 
     def __enter__(self) -> MemoryCheck:
-        removable = (
-            self.model.register_forward_pre_hook(self._begins),
-            self.model.register_forward_hook(self._ends, always_call=True),
+        removable = [
+            *(stage.register_forward_pre_hook(self._begins) for stage in self.stages),
+            *(stage.register_forward_hook(self._ends, always_call=True) for stage in self.stages),
             self.zero.optimizer.register_step_pre_hook(self._updates),
-        )
+        ]
         for hook in removable:
             self.hooks.callback(hook.remove)
         return self
@@ -131,25 +133,28 @@ class MemoryCheck:
         if self.recording is not None:
             self.recording.stop()
 
-    def _begins(self, model: nn.Module, args: Any) -> None:
+    def _begins(self, stage: nn.Module, args: Any) -> None:
         if self.updates:
             self._see_state()  # before anything else, an evaluation for one, gathers weights
-        if not model.training or not torch.is_grad_enabled():
+        if not stage.training or not torch.is_grad_enabled():
             return
-        if not self.updates and "kept" not in self.found:
+        if not self.updates and stage not in self.kept:
             self.survivors = Survivors()
             self.survivors.__enter__()
         elif self.updates == 2 or (self.updates and not self.peak):
             self._finish()
         elif self.updates and self.recording is None and self.zero.device.type == "cpu":
-            self.recording = PeakRecording(self.model, self.zero)
+            self.recording = PeakRecording(self.stages, self.zero)
 
-    def _ends(self, model: nn.Module, args: Any, loss: Tensor | None) -> None:
+    def _ends(self, stage: nn.Module, args: Any, output: Tensor | None) -> None:
         if self.survivors is not None:
             survivors, self.survivors = self.survivors, None
             survivors.__exit__(None, None, None)
-            if loss is not None:  # as where forward has failed
-                self.found["kept"] = survivors.nbytes() - loss.nbytes
+            if output is not None:  # as where forward has failed
+                came = sum(storage.nbytes() for storage in _storages(args[:1]))
+                self.kept[stage] = came + survivors.nbytes() - (0 if _is_saved(output) else output.nbytes)
+            if len(self.kept) == len(self.stages):
+                self.found["kept"] = sum(self.kept.values())
 
     def _updates(self, *_: Any) -> None:
         if "gradients" not in self.found:
@@ -174,6 +179,13 @@ class MemoryCheck:
         done(self.found)
 
 
+def _is_saved(output: Tensor) -> bool:
+    """Whether what made a tensor reads it in backward, so that it stays."""
+    function, mine = output.grad_fn, output.untyped_storage().data_ptr()
+    saved = [getattr(function, name) for name in dir(function) if name.startswith("_saved_")]
+    return any(storage.data_ptr() == mine for storage in _storages(saved))
+
+
 def _replaces_moments(zero: Zero) -> bool:
     """Whether an update puts new moments in the place of old ones, whose end the CPU's allocator does not report."""
     states = zero.optimizer.state.items()
@@ -183,8 +195,8 @@ def _replaces_moments(zero: Zero) -> bool:
 class PeakRecording:
     """From construction to `stop`: the most that the CPU has allocated, on top of what Zero held when it began."""
 
-    def __init__(self, model: nn.Module, zero: Zero) -> None:
-        self.before = sum(held.nbytes for held in held_storages(zero, [model]).values())
+    def __init__(self, stages: Sequence[nn.Module], zero: Zero) -> None:
+        self.before = sum(held.nbytes for held in held_storages(zero, stages).values())
         self.profiler = Recorder(activities=[ProfilerActivity.CPU], profile_memory=True)
         self.profiler.start()
 
@@ -233,5 +245,5 @@ def measured_memory(
         for line in describe_measured(expected, found):
             log.display.line(line)
 
-    with MemoryCheck(next(iter(stages.values())), zero, peak=peak, done=say, offload=log.config.zero.offload):
+    with MemoryCheck(stages, zero, peak=peak, done=say, offload=log.config.zero.offload):
         yield

@@ -50,6 +50,7 @@ ODD = {
     "clipped, absolute": replace(SHAPES["gpt2"], clip_qkv=1.0),
     "clipped, qwen3": replace(SHAPES["qwen3"], clip_qkv=1.0),
     "olmo2 with layer norm": replace(SHAPES["olmo2"], norm_type="layernorm", num_key_value_heads=2),
+    "olmo1 with norms of q and k": replace(PLAIN, norm_type="layernorm_nonparametric", qk_norm="full"),
     "relu": replace(PLAIN, is_gated_act=False, hidden_act="relu"),
     "absolute, grouped": replace(SHAPES["gpt2"], num_key_value_heads=2),
 }

@@ -37,7 +37,7 @@ def found(config: Config, steps: int, *, peak: bool) -> list[dict[str, int]]:
     """What the check told, and when it tells nothing more."""
     model, zero = build(config)
     told: list[dict[str, int]] = []
-    with MemoryCheck(model, zero, peak=peak, done=told.append, offload=config.zero.offload):
+    with MemoryCheck({0: model}, zero, peak=peak, done=told.append, offload=config.zero.offload):
         train(config, model, zero, steps)
     return told
 
@@ -81,7 +81,7 @@ def test_the_run_stays_the_same_to_the_bit_and_no_hook_stays():
     for checks in (False, True):
         model, zero = build(config)
         if checks:
-            with MemoryCheck(model, zero, peak=True, done=lambda _: None):
+            with MemoryCheck({0: model}, zero, peak=True, done=lambda _: None):
                 train(config, model, zero, 3)
         else:
             train(config, model, zero, 3)
@@ -89,7 +89,7 @@ def test_the_run_stays_the_same_to_the_bit_and_no_hook_stays():
     assert torch.equal(*weights)
     model, zero = build(config)
     before = len(model._forward_hooks), len(model._forward_pre_hooks)
-    with pytest.raises(KeyboardInterrupt), MemoryCheck(model, zero, peak=True, done=lambda _: None):
+    with pytest.raises(KeyboardInterrupt), MemoryCheck({0: model}, zero, peak=True, done=lambda _: None):
         raise KeyboardInterrupt
     assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == before
 
