@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.comm.collectives import Pending, issue
+from megalite.comm.collectives import Pending, issue, start_all_reduce
 from megalite.mesh import Axis, make_group
 
 LaneKey = tuple[int, int, str]
@@ -29,6 +29,7 @@ def open_lanes(axis: Axis, lanes: Iterable[LaneKey]) -> dict[LaneKey, Axis]:
     for each lane of a pair, with its partner or alone (see `make_group`). The first message of a group makes what the
     backend needs for it and may stop both ends until it is there, so it goes through here, in one order on all ranks.
     """
+    _make_groups_even(axis)
     opened: dict[LaneKey, Axis] = {}
     for pairs in _rounds(lanes):
         for place in range(max(map(len, pairs.values()))):
@@ -42,9 +43,22 @@ def open_lanes(axis: Axis, lanes: Iterable[LaneKey]) -> dict[LaneKey, Axis]:
             group = make_group(tuple(sorted(ends)), f"{kind} lane")
             rank = int(axis.rank == target)
             opened[key] = lane = Axis(f"{axis.name}_{kind}", 2, rank, group, ends, parent=axis)
-            first = torch.zeros(1, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
-            (start_receive if rank else start_send)(first, lane).wait()
+            (start_receive if rank else start_send)(torch.zeros(1, device=_device(lane)), lane).wait()
     return opened
+
+
+def _make_groups_even(axis: Axis) -> None:
+    """Whoever has made fewer groups than others of the axis makes some alone: torch names the next by their number."""
+    if axis.size > 1:
+        made = len(dist.distributed_c10d._world.pg_names)
+        most = start_all_reduce(torch.tensor([made], device=_device(axis)), axis, op="max").wait()
+        for _ in range(int(most) - made):
+            make_group((axis.ranks[axis.rank],), "no lane")
+
+
+def _device(axis: Axis) -> str:
+    """Where what its backend sends lies."""
+    return "cuda" if dist.get_backend(axis.group) == "nccl" else "cpu"
 
 
 def _rounds(lanes: Iterable[LaneKey]) -> list[dict[tuple[int, int], Sequence[LaneKey]]]:
