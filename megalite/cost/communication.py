@@ -174,6 +174,7 @@ def _gathers(model: GPTConfig | MLPConfig, cut: Cut, row: Row, sharing: Sharing)
                     times[place] += 1
                 whole = needed if sharing.reshard == "forward" else whole | needed
                 ahead = needed if not rest and following[:1] == [unit] else ahead
+                whole = whole if kind == "F" else whole - ({unit} - ahead)
         whole = whole if kind == "F" else whole & ahead
     return times
 

@@ -70,7 +70,10 @@ class Gathering:
         self._arrived: Counter[tuple[Unit, int]] = Counter()  # parameters with a gradient, of a unit and a pass
         for number, stage in enumerate(stages):
             stage.register_forward_pre_hook(_beginning(weakref.ref(self), number))
-        way_of = {module: way for stage, way in zip(stages, self._ways, strict=True) for module in stage.modules()}
+        way_of: dict[nn.Module, Way] = {}
+        for stage, way in zip(stages, self._ways, strict=True):
+            for module in stage.modules():
+                way_of.setdefault(module, way)  # a module of two stages is called in the first: a tied embedding
         for unit, modules in uses:
             for module in modules:
                 self._hook(unit, module, way_of[module])
