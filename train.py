@@ -38,7 +38,8 @@ def main(config: Config, world: launch.World) -> None:
                 count = start_count(batch, mesh=mesh, device=device)
                 zero.lr = learning_rate(config.optim, step, steps=config.steps)
                 zero.begin(microbatches=len(batch), in_turns=True)
-                loss = pipeline.step(batch, denominator=count, loss_scale=scale.value, last_backward=zero.last_backward)
+                told = {"last_backward": zero.last_backward, "announce": zero.announce}
+                loss = pipeline.step(batch, denominator=count, loss_scale=scale.value, **told)
                 grad_norm = zero.step(max_norm=config.optim.max_norm, loss_scale=scale.value)
                 loss = start_all_reduce(loss, mesh.data()).wait()
                 metrics = {"train/loss": loss.item(), "train/grad_norm": grad_norm.item(), "train/lr": zero.lr}

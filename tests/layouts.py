@@ -230,7 +230,8 @@ def train(row: Row) -> Record:
         starts = [(index * mesh.data().size + mesh.data().rank) * share for index in range(row.microbatches)]
         mine = [part(batch, slice(start, start + share)) for start in starts]
         zero.begin(microbatches=row.microbatches, in_turns=True)
-        loss = pipeline.step(mine, denominator=batch.valid(), last_backward=zero.last_backward)
+        told = {"last_backward": zero.last_backward, "announce": zero.announce}
+        loss = pipeline.step(mine, denominator=batch.valid(), **told)
         record.losses.append(start_all_reduce(loss, mesh.data()).wait().item())
         record.gradients.append({name: gradient.clone() for name, gradient in zero.raw_gradients().items()})
         record.norms.append(zero.step(max_norm=MAX_NORM).item())
