@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 
 from megalite.cost.peak import moments
@@ -15,6 +17,7 @@ from megalite.train.memory_measure import highest
 from megalite.train.memory_timeline import held_storages, read_tree
 from megalite.train.recorder import Recorder
 from megalite.train.spans import spans_of
+from megalite.zero import Zero
 from tests.cost.test_activations import RECOMPUTE, SHAPES, config_of
 from tests.cost.test_memory import build, one_step
 from tests.ranks import run
@@ -32,19 +35,16 @@ def large(name: str, ranks: int = 1, **changes) -> Config:
     return config_of(LARGE[name], ranks, **(base | changes))
 
 
-def all_peaks(configs: list[Config], times: int = 1) -> list[int]:
-    """Measured in steps after the first, which have the moments that it makes: the least of so many of each."""
-    built = [build(config) for config in configs]
-    for config, (model, zero) in zip(configs, built, strict=True):
-        one_step(config, model, zero)
-        zero.step(max_norm=1.0)
-    before = [sum(held.nbytes for held in held_storages(zero, [model]).values()) for model, zero in built]
-    names = {f"{number} {again}": number for number in range(len(configs)) for again in range(times)}
+def recorded_peaks(runs: Sequence[tuple[list[nn.Module], Zero, Callable[[], None]]], times: int = 1) -> list[int]:
+    """Of each (stages, Zero, step): the least of so many steps after the first, which makes the moments."""
+    for _, _, step in runs:
+        step()
+    before = [sum(held.nbytes for held in held_storages(zero, stages).values()) for stages, zero, _ in runs]
+    names = {f"{number} {again}": number for number in range(len(runs)) for again in range(times)}
     with Recorder(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for name, number in names.items():
             with record_function(name):
-                one_step(configs[number], *built[number])
-                built[number][1].step(max_norm=1.0)
+                runs[number][2]()
     tree = profiler.profiler.kineto_results.experimental_event_tree()
     changes, ranges = read_tree(tree, device=torch.device("cpu"), names=set(names))
     peaks: dict[int, int] = {}
@@ -52,7 +52,20 @@ def all_peaks(configs: list[Config], times: int = 1) -> list[int]:
         number = names[one.name]
         peak = before[number] + highest(change for change in changes if one.start_ns <= change.time_ns <= one.end_ns)
         peaks[number] = min(peaks.get(number, peak), peak)
-    return [peaks[number] for number in range(len(configs))]
+    return [peaks[number] for number in range(len(runs))]
+
+
+def all_peaks(configs: list[Config], times: int = 1) -> list[int]:
+    def stepping(config: Config) -> tuple[list[nn.Module], Zero, Callable[[], None]]:
+        model, zero = build(config)
+
+        def step() -> None:
+            one_step(config, model, zero)
+            zero.step(max_norm=1.0)
+
+        return [model], zero, step
+
+    return recorded_peaks([stepping(config) for config in configs], times)
 
 
 def peaks_of_ranks(configs: list[Config]) -> list[int]:
