@@ -200,32 +200,34 @@ class _Run:
         return start_all_reduce(self.loss, self.pipeline.pp).wait()
 
     def _one(self, place: int, step: Step) -> None:
-        kind, stage, microbatch = action = step.action
+        action = step.action
         received = self.handed.pop(result_of(action), None) if step.reads is None else self.post.take(step.reads)
         self.post.settle(place)
-        with self.pipeline.around(str(action)):
-            result = self._act(action, received)
-        if result is None:
-            return
-        if step.sends is not None:
-            self.post.send(step.sends, result)
-        else:
-            following = ("F", stage + 1) if kind == "F" else ("B", stage - 1)
-            self.handed[Action(*following, microbatch)] = result
+        around = self.last_backward if action.kind in ("W", "BW") else _nothing
+        with around(self.stages[action.stage]):
+            with self.pipeline.around(str(action)):
+                result = self._act(action, received)
+            if result is not None:  # leaves before what the end of a micro-batch brings with it
+                self._leave(step, result)
 
     def _act(self, action: Action, received: Tensor | None) -> Tensor | None:
         """Runs one action. Returns what it leaves to the neighbouring stage, if it leaves anything."""
         kind, stage, microbatch = action
         if kind == "F":
             return self._forward(stage, microbatch, received)
-        if kind == "B":
-            with self._deferring(stage, microbatch):
-                return self._backward(stage, microbatch, received)
-        with self.last_backward(self.stages[stage]):
-            if kind == "BW":
-                return self._backward(stage, microbatch, received)
+        if kind == "W":
             self.stores.pop((stage, microbatch)).run()
             return None
+        with self._deferring(stage, microbatch) if kind == "B" else nullcontext():
+            return self._backward(stage, microbatch, received)
+
+    def _leave(self, step: Step, result: Tensor) -> None:
+        kind, stage, microbatch = step.action
+        if step.sends is not None:
+            self.post.send(step.sends, result)
+        else:
+            reader = Action("F", stage + 1, microbatch) if kind == "F" else Action("B", stage - 1, microbatch)
+            self.handed[reader] = result
 
     def _forward(self, stage: int, microbatch: int, x: Tensor | None) -> Tensor | None:
         with_backward = torch.is_grad_enabled()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalite.comm import start_all_reduce
+from megalite.comm import Call, Observer, observe, start_all_reduce
 from megalite.mesh import Axis
 from megalite.pipeline.catalogue import SCHEDULES, make
 from megalite.pipeline.execute import Pipeline
@@ -164,8 +164,8 @@ def seen_around() -> tuple[list[str], list[tuple[int, str]]]:
 
     @contextmanager
     def last_backward(stage: nn.Module) -> Iterator[None]:
-        last.append((numbers[id(stage)], actions[-1]))
         yield
+        last.append((numbers[id(stage)], actions[-1]))
 
     Pipeline(stages, made, pp=pp, around=around).step(examples(2), last_backward=last_backward)
     return actions, last
@@ -261,3 +261,29 @@ def test_a_rank_that_dies_ends_its_neighbours_at_once():
 def failing_loudly() -> None:
     text, _ = failing("dies")
     raise RuntimeError(text)
+
+
+def order_of_leaving() -> list[str]:
+    pp = pipeline_axis()
+    made = make("1f1b", ranks=pp.size, microbatches=1)
+    pipeline = Pipeline(build([Body] * 2, [pp.rank]), made, pp=pp)
+    log: list[str] = []
+
+    class Sends(Observer):
+        def issuing(self, call: Call) -> None:
+            if call.operation == "send":
+                log.append("sent")
+
+    @contextmanager
+    def last_backward(stage: nn.Module) -> Iterator[None]:
+        yield
+        log.append("over")
+
+    pipeline.step(examples(1))
+    with observe(Sends()):
+        pipeline.step(examples(1), last_backward=last_backward)
+    return log
+
+
+def test_a_gradient_leaves_before_its_microbatch_is_over_so_that_no_rank_waits_for_a_sum_of_data_ranks():
+    assert run(order_of_leaving, 2, checked=False) == [["sent", "over"], ["sent", "over"]]

@@ -30,7 +30,7 @@ from tests.counting import count
 from tests.pipeline.stages import ROWS, WIDTH, Body, build, examples, pipeline_axis
 from tests.ranks import run
 
-RANKS, MICROBATCHES, LENGTH = 2, 6, 3
+RANKS, MICROBATCHES, LENGTH = 2, 6, 11  # no other tensor has as many entries as an activation
 ENTRIES = ROWS * LENGTH * WIDTH
 
 
