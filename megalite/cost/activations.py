@@ -240,9 +240,8 @@ def _attention(model: GPTConfig, cut: Cut, micro: Pass, layer: int) -> int:
         return kept + _eager(model, micro, heads=heads, values=q) - (q if q_is_view else 0)
     masked = micro.separate_documents or (model.window(layer) or micro.seq_len) < micro.seq_len
     mask = masked * micro.seq_len**2 * e * (micro.batch if micro.separate_documents else 1)
-    # To be joined in the residual stream's order, which goes through the sequence first until it is sent.
-    cuts = cut.sequence_parallel and cut.tp > 1 and micro.batch > 1 and cut.is_as_embedded(model, layer)
-    copied = q if cuts and not sequence_first else 0
+    cuts = cut.sequence_parallel and cut.tp > 1 and micro.batch > 1
+    copied = q if cuts and not sequence_first else 0  # to be joined in the residual stream's order
     return kept + copied + micro.tokens * heads * w + mask
 
 

@@ -33,17 +33,6 @@ class Cut:
         """All layers of this rank."""
         return [layer for part in self.stages(model) for layer in part.layers]
 
-    def is_as_embedded(self, model: GPTConfig | MLPConfig, layer: int) -> bool:
-        """Whether what a layer reads has come from the embedding without being sent."""
-        stop = None
-        for part in self.stages(model):
-            if not part.is_first and part.layers.start != stop:
-                return False
-            if layer in part.layers:
-                return True
-            stop = part.layers.stop
-        return False
-
     def has_first(self, model: GPTConfig | MLPConfig) -> bool:
         """Whether one of its stages is the model's first, which embeds."""
         return any(part.is_first for part in self.stages(model))

@@ -10,7 +10,8 @@ from megalite.data import Baselines
 from megalite.mesh import Layout
 from megalite.models.config import GPTConfig, MLPConfig
 from megalite.train.check import check
-from megalite.train.config import ClusterConfig, Config, LayoutConfig, LinkConfig, PhaseConfig
+from megalite.train.config import ClusterConfig, Config, LayoutConfig, LinkConfig, PhaseConfig, PipelineConfig
+from megalite.train.expect import expected_memory
 from megalite.train.header import (
     Peak,
     describe_batches,
@@ -99,6 +100,65 @@ def test_more_than_there_is_is_one_warning_with_what_would_help(model, available
     *_, last = lines_of(config, available=available)
     assert last.startswith("warning: a rank is expected to need") and size_text(available) in last and way_out in last
     assert not any(line.startswith("warning") for line in lines_of(config, available=None))
+
+
+def piped(schedule: str, *, ranks: int = 2, **changes) -> Config:
+    base = {"layout": LayoutConfig(pp=ranks), "pipeline": PipelineConfig(schedule), "micro_batch_size": 2}
+    return replace(Config(), **(base | {"model": GPTConfig(num_hidden_layers=2 * ranks)} | changes))
+
+
+def test_a_pipeline_says_its_stages_its_bubble_and_what_it_holds():
+    """By the formulas, one rank idle for F of the other: (p-1)(F+B+W) over m (F+B+W) and that."""
+    schedule, times = [line for line in lines_of(piped("1f1b"), 2) if line.startswith(("pipeline", " "))][-2:]
+    assert schedule == "pipeline 1f1b: 2 stages on 2 ranks, layers 2 2; 8 micro-batches"
+    assert times.strip() == (
+        f"by layers at F=B=W, messages at once: bubble {1 / 9:.1%} of the ranks' time; rank by rank activations of 2 1 "
+        "micro-batches at most"
+    )
+    assert not any(line.startswith(("pipeline", "warning")) for line in lines_of(Config()))
+    lines = lines_of(piped("zb_v", ranks=4, model=GPTConfig(num_hidden_layers=8)), 4)
+    assert any("8 stages on 4 ranks, layers 1 1 1 1 1 1 1 1; 8 micro-batches" in line for line in lines)
+
+
+def test_a_head_that_counts_as_layers_counts_in_the_bubble():
+    even = piped("gpipe", model=GPTConfig(num_hidden_layers=6), pipeline=PipelineConfig("gpipe", head_layers=2))
+    (line,) = (line for line in lines_of(even, 2) if line.startswith("pipeline"))
+    assert "layers 4 2" in line
+    assert any(f"bubble {1 / 9:.1%}" in line for line in lines_of(even, 2))
+
+
+def test_what_waits_from_b_to_w_is_said_and_that_recomputation_does_not_save_it():
+    said = "".join(lines_of(piped("zb_h1"), 2))
+    assert "the backward is split: up to " in said and "wait from B to W" in said and "recompute=full" not in said
+    said = "".join(lines_of(piped("zb_h1", recompute="full"), 2))
+    assert "recompute=full does not make less; pipeline.schedule=1f1b and interleaved hold none" in said
+    assert "B to W" not in "".join(lines_of(piped("1f1b", recompute="full"), 2))
+
+
+def test_fewer_micro_batches_than_a_schedule_is_shaped_for_are_one_warning():
+    *_, last = lines_of(piped("zb_h2", micro_batch_size=8), 2)
+    assert last.startswith(
+        "warning: pipeline.schedule=zb_h2 over layout.pp=2 has its small bubble from 3 micro-batches"
+    )
+    assert "there are 2" in last and "micro_batch_size" in last
+    assert not any(line.startswith("warning") for line in lines_of(piped("zb_h2", micro_batch_size=4), 2))
+
+
+def test_memory_is_that_of_the_first_rank_and_of_the_one_that_needs_most():
+    """The head's logits are the last one's, in front of as many layers."""
+    config = piped("gpipe", model=GPTConfig(num_hidden_layers=4, vocab_size=5000))
+    lines = lines_of(config, 2, available=2**30)
+    place = next(place for place, line in enumerate(lines) if line.startswith("memory"))
+    first, last = (expected_memory(check(config, 2), pp_rank=rank) for rank in range(2))
+    assert f"{size_text(first.total)} of 1 GiB a rank expected" in lines[place]
+    each = f"activations kept {size_text(first.kept)} a micro-batch (by arXiv:2205.05198 "
+    assert each in lines[place] and lines[place].endswith(f", in flight {size_text(8 * first.kept)}")
+    assert lines[place + 1].strip() == f"most on rank 1 of pp: {size_text(last.total)} ({last.peak.name})"
+    *_, warning = lines_of(config, 2, available=(first.total + last.total) // 2)
+    assert warning.startswith(f"warning: a rank is expected to need {size_text(last.total)}")
+    (sends,) = (line for line in lines if line.startswith("sends"))
+    message = 8 * 2 * 128 * 128 * 4
+    assert f"pp {size_text(message + 8)}" in sends and sends.endswith("a step and rank, where it is most")
 
 
 def test_the_peak_and_the_formula_of_mfu_are_named():

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megalite.models.config import GPTConfig
-from megalite.train.config import Config, PrecisionConfig, ZeroConfig
+from megalite.train.config import Config, LayoutConfig, PipelineConfig, PrecisionConfig, ZeroConfig
 from megalite.train.expect import expected_memory
 from megalite.train.header import describe_measured
 from megalite.train.memory_measure import MemoryCheck, highest
 from megalite.train.memory_timeline import Change
 from megalite.zero import Zero
+from tests.cost.pipelines import Rank
 from tests.cost.test_activations import SHAPES, a_microbatch, config_of
 from tests.cost.test_memory import build
 from tests.ranks import run
@@ -64,6 +67,29 @@ def test_a_short_run_tells_what_it_has_seen(steps, peak, kinds):
 def measured_on_ranks(config: Config) -> dict[str, int]:
     (measured,) = found(config, 2, peak=False)
     return measured
+
+
+def measured_in_a_pipeline(config: Config) -> tuple[int, dict[str, int]]:
+    rank = Rank.build(config)
+    told: list[dict[str, int]] = []
+    with MemoryCheck(rank.stages, rank.zero, peak=True, done=told.append):
+        for _ in range(3):
+            rank.step()
+    (found,) = told
+    return rank.mesh.pp.rank, found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_a_rank_of_a_pipeline_measures_one_micro_batch_in_each_of_its_stages(schedule):
+    model = replace(SHAPES["gpt2"], num_hidden_layers=5, vocab_size=500, hidden_size=128)
+    changes = {"precision": PrecisionConfig("bf16"), "micro_batch_size": 4, "seq_len": 128, "global_batch_size": 16}
+    pipeline = {"layout": LayoutConfig(pp=2), "pipeline": PipelineConfig(schedule)}
+    config = config_of(model, 2, **changes, **pipeline)
+    for pp_rank, found in run(measured_in_a_pipeline, 2, config, checked=False):
+        need = expected_memory(config, pp_rank=pp_rank)
+        assert {kind: found[kind] for kind in EXACT} == {kind: getattr(need.state, kind) for kind in EXACT}
+        assert found["kept"] == need.kept
+        assert found["peak"] == pytest.approx(need.total, rel=0.1)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
