@@ -29,8 +29,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.comm import Pending, open_lanes, start_all_reduce
 from megalite.mesh import Axis
+from megalite.pipeline.form import Form, Forms, form_of
 from megalite.pipeline.lower import Lane, Lowered, Step, check, lower_forward, result_of
-from megalite.pipeline.post import Form, Forms, Post, form_of
+from megalite.pipeline.post import Post
 from megalite.pipeline.schedule import Action, Schedule
 from megalite.weight_grad import WeightGradStore
 

@@ -5,91 +5,25 @@ its reader takes it. The backend is not asked, which may not tell before it bloc
 that says so (`taken_by`). Forward alone nothing comes back, so there each lane is one message ahead of its reader.
 
 Shapes: a gradient has its activation's. The first activation that a boundary sees of micro-batches of some shapes is
-preceded by a header of int64 with its dtype and dims; both ends remember it, so that later ones travel without.
+preceded by a header with its `Form`; both ends remember it, so that later ones travel without.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from megalite.comm import Pending, start_receive, start_send
 from megalite.mesh import Axis
+from megalite.pipeline.form import DTYPES, HEADER, MOST_DIMS, Form, Forms
 from megalite.pipeline.lower import ACTIVATION, Lane, Lowered, Message, Step
 
 T = TypeVar("T")
-
-DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.complex64,
-    torch.complex128,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-)
-"""What travels between stages; a header names one by its place here."""
-MOST_DIMS = 8
-
-
-class Form(NamedTuple):
-    """Of a tensor that crosses between two stages."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype} of shape {self.shape}"
-
-    @classmethod
-    def of(cls, x: Tensor) -> Form:
-        return cls(x.dtype, tuple(x.shape))
-
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-    def header(self, device: torch.device) -> Tensor:
-        dims = [*self.shape, *[0] * (MOST_DIMS - len(self.shape))]
-        return torch.tensor([DTYPES.index(self.dtype), len(self.shape), *dims], device=device)
-
-    @classmethod
-    def read(cls, header: Tensor) -> Form:
-        code, count, *dims = header.tolist()
-        return cls(DTYPES[code], tuple(dims[:count]))
-
-
-HEADER = Form(torch.int64, (2 + MOST_DIMS,))
-
-Forms = dict[tuple[int, Any], Form]
-"""(the stage that reads, form of the micro-batch) -> of the activation, for all boundaries that a rank is an end of."""
-
-
-def form_of(microbatch: Any) -> tuple[Form, ...]:
-    """What of a micro-batch shapes depend on: dtypes and shapes of the tensors in it, also in nested containers and
-    dataclasses."""
-    return tuple(map(Form.of, _tensors(microbatch)))
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, Mapping):
-        yield from _tensors(list(values.values()))
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors(value)
-    elif dataclasses.is_dataclass(values):
-        for field in dataclasses.fields(values):
-            yield from _tensors(getattr(values, field.name))
 
 
 class Post:
@@ -123,13 +57,13 @@ class Post:
         """The tensor of a message, once it is there; the next receive of its lane is posted."""
         lane, queue = message.lane, self._coming[message.lane]
         assert queue[0] == message, (message, queue[0])
-        received = _meet(self._posted.pop(lane), message)
-        if lane.kind == ACTIVATION and (form := self._form(message)) is None:
+        received, form = _meet(self._posted.pop(lane), message), self._form(message)
+        if form is None:
             form = self._forms[self._key(message)] = Form.read(received)
             received = _meet(start_receive(form.empty(self._device), self._lanes[lane]), message)
         queue.popleft()
         self._post(lane)
-        return received
+        return form.unpacked(received)
 
     def send(self, message: Message, x: Tensor) -> None:
         """x is held until its reader takes it. Raises ValueError where its shape is not what it was before."""
@@ -142,7 +76,9 @@ class Post:
             self._settle(self._last[message.lane])
         posted, taken = self._taken_by[message]
         self._due[taken if pending else posted].append(message)  # with a header, data is posted when that is read
-        pending.append(start_send(x.contiguous(), lane))
+        form = self._form(message)
+        assert form is not None, "a gradient's is its activation's, which came before"
+        pending.append(start_send(form.packed(x), lane))
         self._sent[message], self._last[message.lane] = pending, message
 
     def settle(self, place: int) -> None:
@@ -186,7 +122,7 @@ class Post:
                 f"{gave} for micro-batch {message.microbatch}, and {known} before, for a micro-batch of the same "
                 "shapes: what a stage gives must follow from the shapes in its micro-batch"
             )
-        self._forms[self._key(message)] = form
+        self._forms.setdefault(self._key(message), form)
         return known is None
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,8 +12,9 @@ from torch import Tensor
 
 from megalite.pipeline import post as posts
 from megalite.pipeline.catalogue import SCHEDULES, make
+from megalite.pipeline.form import Forms
 from megalite.pipeline.lower import ACTIVATION, Lowered, Message, check, lower_forward
-from megalite.pipeline.post import MOST_DIMS, Form, Post, form_of, taken_by
+from megalite.pipeline.post import Post, taken_by
 from megalite.pipeline.schedule import in_a_v, in_line, in_loops
 from tests.pipeline.rendezvous import Rendezvous, Sending, Stuck
 
@@ -44,7 +43,7 @@ def exchange(lowered: Lowered, lengths: Sequence[int], *, seed: int, passes: int
     lengths: of each micro-batch. In the first pass shapes are not known.
     """
     network = Rendezvous(lowered.schedule.ranks, seed=seed)
-    forms: list[posts.Forms] = [{} for _ in range(lowered.schedule.ranks)]
+    forms: list[Forms] = [{} for _ in range(lowered.schedule.ranks)]
 
     def content(message: Message) -> Tensor:
         code = 1000 * message.stage + 2 * message.microbatch + (message.lane.kind == ACTIVATION)
@@ -141,37 +140,3 @@ def test_who_sends_before_it_posts_is_stuck_on_such_lanes():
 
     with pytest.raises(Stuck):
         network.run(work)
-
-
-@pytest.mark.parametrize("dtype", posts.DTYPES)
-@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1,) * MOST_DIMS])
-def test_a_header_says_dtype_and_shape(dtype, shape):
-    form = Form.of(torch.empty(shape, dtype=dtype))
-    header = form.header(CPU)
-    assert Form.of(header) == posts.HEADER and Form.read(header) == form and Form.of(form.empty(CPU)) == form
-
-
-class Pair(NamedTuple):
-    x: Tensor
-    more: dict[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class Slotted:
-    x: Tensor
-    owner: object
-
-
-def test_the_form_of_a_microbatch_is_that_of_the_tensors_within():
-    """In tuples, lists, mappings and dataclasses; other objects are not looked into, which may hold themselves."""
-
-    class Other:
-        def __init__(self) -> None:
-            self.x, self.me = torch.zeros(3), self
-
-    x, ids = torch.zeros(2, 3), torch.zeros(4, dtype=torch.int64)
-    of_x, of_ids = Form(torch.float32, (2, 3)), Form(torch.int64, (4,))
-    assert form_of(x) == (of_x,)
-    assert form_of([Pair(x, {"ids": ids, "step": 7}), None]) == (of_x, of_ids)
-    assert form_of(Slotted(x, Other())) == (of_x,)
-    assert form_of(None) == form_of(Other()) == ()
