@@ -45,7 +45,7 @@ class Form:
     def of(cls, x: Tensor) -> Form:
         order = tuple(range(x.ndim))
         if not x.is_contiguous():
-            by_stride = tuple(sorted(order, key=lambda dim: (-x.stride(dim), dim)))
+            by_stride = tuple(sorted(order, key=lambda dim: (-x.stride()[dim], dim)))
             order = by_stride if x.permute(by_stride).is_contiguous() else order
         return cls(x.dtype, tuple(x.shape), order)
 

@@ -24,6 +24,7 @@ from megalite.comm import observe
 from megalite.comm.link import Link
 from megalite.pipeline.catalogue import SCHEDULES, make
 from megalite.pipeline.execute import Pipeline
+from megalite.pipeline.form import HEADER
 from megalite.pipeline.schedule import Action, parse
 from megalite.pipeline.simulate import Costs, simulate
 from tests.counting import count
@@ -168,13 +169,13 @@ def sent(name: str) -> list[tuple[float, float, int]]:
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v"])
 def test_over_each_boundary_goes_one_activation_of_each_microbatch_and_one_gradient_comes_back(name):
-    """b s h entries each way, whatever the schedule; once, a header of ten integers. On one rank nothing is sent."""
+    """b s h entries each way, whatever the schedule; once, a header. On one rank nothing is sent."""
     rank_of = SCHEDULES[name].placement(4)
     crossings = [(a, b) for a, b in itertools.pairwise(rank_of) if a != b]
     for rank, (first, second, evaluation) in enumerate(run(sent, 4, name, checked=False)):
         there, back = (sum(pair[end] == rank for pair in crossings) for end in (0, 1))
         data = MICROBATCHES * ENTRIES * 8
-        assert first == (there * (data + 10 * 8), back * data, (there + back) * MICROBATCHES + there)
+        assert first == (there * (data + HEADER.shape[0] * 8), back * data, (there + back) * MICROBATCHES + there)
         assert second == (there * data, back * data, (there + back) * MICROBATCHES)
         assert evaluation == (there * data, 0, there * MICROBATCHES)
 
