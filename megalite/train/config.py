@@ -295,7 +295,7 @@ class Config:
     seq_len: tokens in a sequence. global_batch_size: sequences in a step, over all ranks.
     seq_len_ramp, global_batch_size_ramp: [[step, value], ...]: from that step on this value, until the next.
     micro_batch_size: sequences in one pass of one rank; null = as many as the batch gives it, or, with layout.pp > 1,
-    as leave the pipeline 4 x layout.pp micro-batches.
+    as leave the pipeline 4 x layout.pp micro-batches or the next number that divides its batch.
     steps: length of the learning-rate schedule. stop_after: end after so many of them; null = after all.
     recompute: none keeps all activations; full keeps a layer's input alone and computes the rest again in backward;
     selective does so for recompute_ops only, [] being the core of attention. In every recompute_every-th layer.

@@ -145,12 +145,12 @@ def describe_baselines(baselines: Baselines | None) -> str:
 
 
 def describe_pipeline(config: Config, needs: Sequence[Memory]) -> list[str]:
-    """The schedule, the stages, and what is to be expected of them; nothing where there is one stage. needs: of each
-    rank of pp."""
+    """The schedule, the stages, and what is to be expected of them; nothing for one stage whose backward is whole.
+    needs: of each rank of pp."""
     stages, count = placement(config), microbatches(config, spans_of(config)[0])
-    if len(stages.parts) == 1:
-        return []
     schedule, layers = stages.schedule(count), [len(part.layers) for part in stages.parts]
+    if len(layers) == 1 and not schedule.splits_backward:
+        return []
     ends = config.pipeline.embedding_layers, config.pipeline.head_layers
     costs = [size + (stage == 0) * ends[0] for stage, size in enumerate(layers)]
     costs[-1] += ends[1]
@@ -159,8 +159,8 @@ def describe_pipeline(config: Config, needs: Sequence[Memory]) -> list[str]:
     lines = [
         f"{schedule.name}: {schedule.stages} stages on {schedule.ranks} ranks, layers {_few(layers)}; {count} "
         "micro-batches",
-        f"by layers at F=B=W, messages at once: bubble {float(times.bubble):.1%} of the ranks' time; rank by rank "
-        f"activations of {_few([f'{float(size):.3g}' for size in held])} micro-batches at most",
+        f"by layers at F=B=W, messages taking no time: bubble {float(times.bubble):.1%} of the ranks' time; rank "
+        f"by rank activations of {_few([f'{float(size):.3g}' for size in held])} micro-batches at most",
     ]
     if waiting := max(need.deferred for need in needs):
         text = f"the backward is split: up to {size_text(waiting)} a rank wait from B to W"

@@ -209,7 +209,9 @@ def gradient_instants(model: nn.Module, arrived: Callable[[str, Tensor], None]) 
     """
 
     def hook(name: str) -> Callable[[Tensor], None]:
-        def see(gradient: Tensor) -> None:
+        def see(gradient: Tensor | None) -> None:
+            if gradient is None:  # it was put off, and comes with W
+                return
             with record_function(name):
                 arrived(name, gradient)
 

@@ -112,8 +112,8 @@ def test_a_pipeline_says_its_stages_its_bubble_and_what_it_holds():
     schedule, times = [line for line in lines_of(piped("1f1b"), 2) if line.startswith(("pipeline", " "))][-2:]
     assert schedule == "pipeline 1f1b: 2 stages on 2 ranks, layers 2 2; 8 micro-batches"
     assert times.strip() == (
-        f"by layers at F=B=W, messages at once: bubble {1 / 9:.1%} of the ranks' time; rank by rank activations of 2 1 "
-        "micro-batches at most"
+        f"by layers at F=B=W, messages taking no time: bubble {1 / 9:.1%} of the ranks' time; rank by rank "
+        "activations of 2 1 micro-batches at most"
     )
     assert not any(line.startswith(("pipeline", "warning")) for line in lines_of(Config()))
     lines = lines_of(piped("zb_v", ranks=4, model=GPTConfig(num_hidden_layers=8)), 4)

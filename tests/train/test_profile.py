@@ -19,7 +19,7 @@ from megalite.mesh import Mesh
 from megalite.models.config import GPTConfig, MLPConfig
 from megalite.models.microbatch import Microbatch
 from megalite.train.check import check
-from megalite.train.config import Config, LayoutConfig, PrecisionConfig, ProfileConfig
+from megalite.train.config import Config, LayoutConfig, PipelineConfig, PrecisionConfig, ProfileConfig
 from megalite.train.launch import World
 from megalite.train.memory_timeline import KINDS
 from megalite.train.model import build_stages, build_zero
@@ -255,10 +255,13 @@ def test_a_memory_profile_that_nothing_can_draw_is_refused_before_training_on_ev
     trained(config_of(tmp_path, []))
 
 
-def test_the_program_profiles_what_the_configuration_asks_for_and_its_rows_stay_the_same(tmp_path):
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_the_program_profiles_what_the_configuration_asks_for_and_its_rows_stay_the_same(tmp_path, schedule):
+    """Each weight's gradient is there once a micro-batch and step, also where it is put off from B to W."""
     rows = {}
     for name, steps in (("plain", []), ("seen", [2, 3])):
         config = Config(model=MLPConfig(hidden_size=16, num_hidden_layers=3), global_batch_size=8, steps=4)
+        config = replace(config, pipeline=PipelineConfig(schedule))
         config = check(replace(config, out_dir=str(tmp_path / name), profile=ProfileConfig(steps)), 1)
         train.main(config, World(0, 1, "cpu", "gloo", 1, tmp_path / "cache"))
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
@@ -267,5 +270,7 @@ def test_the_program_profiles_what_the_configuration_asks_for_and_its_rows_stay_
         ]
     assert rows["seen"] == rows["plain"]
     found = names(config)
-    assert (found["step 2"], found["step 3"], found["F0@0"], found["BW0@0"], found["layers.2"]) == (1, 1, 2, 2, 2)
+    backward = "BW0@0" if schedule == "1f1b" else "W0@0"
+    assert (found["step 2"], found["step 3"], found["F0@0"], found[backward], found["layers.2"]) == (1, 1, 2, 2, 2)
+    assert found["gradient of layers.2.weight"] == 2
     assert Path(config.out_dir, "profile", "rank0-memory.png").stat().st_size > 10_000
