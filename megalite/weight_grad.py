@@ -50,9 +50,9 @@ class WeightGradStore:
         following = self._begin_next()
         while following is not None:
             (parameter, finish), following = following, self._begin_next()
-            gradient = finish()
             key = id(parameter)
-            sums[key] = sums[key] + gradient if key in sums else gradient
+            # Nothing else may hold the product, so that its memory serves the next one once it has arrived.
+            sums[key] = sums[key] + finish() if key in sums else finish()
             remaining[key] -= 1
             if remaining[key] == 0:
                 torch.autograd.backward([parameter], [sums.pop(key)])

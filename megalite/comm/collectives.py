@@ -46,14 +46,12 @@ def issue(operation: str, axis: Axis, tensors: Sequence[Tensor], start: Callable
 class Pending(Generic[T]):
     """A result under way. `wait()` blocks until it is there (on CUDA: makes the current stream wait) and returns it."""
 
-    def __init__(self, finish: Callable[[], T], flight: Flight | None = None) -> None:
-        self._finish: Callable[[], T] | None = finish
-        self._flight = flight
-        self._result: T | None = None
+    def __init__(self, finish: Callable[[], T] | None, flight: Flight | None = None, result: T | None = None) -> None:
+        self._finish, self._flight, self._result = finish, flight, result
 
     @classmethod
     def done(cls, result: T) -> Pending[T]:
-        return cls(lambda: result)
+        return cls(None, None, result)
 
     def wait(self) -> T:
         if self._finish is not None:

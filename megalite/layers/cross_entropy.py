@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.comm import start_all_gather, start_all_reduce, start_reduce_scatter
+from megalite.layers.autograd import once_differentiable
 from megalite.layers.embedding import padded_size, require_in_range
-from megalite.layers.linear import parallel_linear
+from megalite.layers.linear import in_precision_of, parallel_linear
 from megalite.layers.rows import SEQUENCE_DIM, from_rows, sequence_first, to_rows
 from megalite.mesh import Axis
 from megalite.weight_grad import open_store
@@ -90,8 +91,7 @@ def linear_cross_entropy(
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1, or None for all tokens at once")
     seq = x.shape[SEQUENCE_DIM] * (tp.size if sequence_parallel else 1)
     objective.check((*x.shape[:SEQUENCE_DIM], seq, weight.shape[0]), labels)
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = in_precision_of(x, weight)
     losses = _LinearCrossEntropy.apply(x, weight, labels, objective, sequence_parallel, chunk_tokens)
     return _reduced(losses, reduction)
 
@@ -222,7 +222,7 @@ class _CrossEntropy(torch.autograd.Function):
         return _from_order(loss, labels.shape, order)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
         logits, labels, softmax = ctx.saved_tensors
         order = sequence_first(logits)
@@ -256,7 +256,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return _from_order(loss, labels.shape, order)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, labels, softmax = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]

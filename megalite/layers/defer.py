@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
-import torch
 from torch import Tensor, nn
 
 from megalite.layers.linear import parallel_linear
@@ -21,12 +18,7 @@ class DeferringLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if input.is_meta:  # shapes alone, where autocast is unknown
             return super().forward(input)
-        device = input.device.type
-        undisturbed: AbstractContextManager[None] = nullcontext()
-        if input.dtype == torch.float64 and torch.is_autocast_enabled(device):
-            undisturbed = torch.autocast(device, enabled=False)  # torch's own linear is not narrowed either
-        with undisturbed:
-            return parallel_linear(input, self.weight, self.bias, tp=_ALONE, enter="whole", leave="cut")
+        return parallel_linear(input, self.weight, self.bias, tp=_ALONE, enter="whole", leave="cut")
 
 
 def defer(module: nn.Module) -> nn.Module:

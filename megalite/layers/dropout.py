@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.layers.autograd import once_differentiable
 from megalite.layers.rows import sequence_first
 from megalite.mesh import Axis
 
@@ -107,7 +108,7 @@ class _Dropout(torch.autograd.Function):
         return _drop(x, multiplier, summand, columns, p)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         multiplier, summand, columns = ctx.saved_tensors
         return _drop(gradient, multiplier, summand, columns, ctx.p), None, None, None, None

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.comm import start_all_gather, start_all_reduce, start_reduce_scatter
+from megalite.layers.autograd import once_differentiable
 from megalite.layers.rows import SEQUENCE_DIM
 from megalite.mesh import Axis
 from megalite.spec import Init, ParallelModule, ParamSpec, normal
@@ -101,7 +102,7 @@ class _Embedding(torch.autograd.Function):
         return start_all_reduce(y, tp).wait()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
         (ids,) = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.comm import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
-from megalite.layers.rows import SEQUENCE_DIM, from_rows, sequence_first, to_rows
+from megalite.layers.autograd import cast, once_differentiable
+from megalite.layers.rows import SEQUENCE_DIM, from_memory_order, in_memory_order, sequence_first, to_rows
 from megalite.mesh import Axis
 from megalite.spec import Init, ParallelModule, ParamSpec, uniform, zeros
 from megalite.weight_grad import open_store
@@ -37,13 +38,18 @@ def parallel_linear(
 
     In backward an input that was gathered is gathered again, not stored, and travels under the product dX = dY W; the
     reduction of dX travels under dW = dY^T X. While a `WeightGradStore` is open dW goes there instead.
-    Raises ValueError if x and the weight differ in dtype outside of autocast.
+    Raises ValueError if x and the weight differ in dtype where autocast does not decide it.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    elif x.dtype != weight.dtype:
+    return _ParallelLinear.apply(in_precision_of(x, weight), weight, bias, tp, enter, leave)
+
+
+def in_precision_of(x: Tensor, weight: Tensor) -> Tensor:
+    """x as a product with the weight reads it, which autocast decides; as torch does, it leaves float64 alone."""
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    if x.dtype != weight.dtype:
         raise ValueError(f"x is {x.dtype} and the weight {weight.dtype}: convert one, or use torch.autocast")
-    return _ParallelLinear.apply(x, weight, bias, tp, enter, leave)
+    return x
 
 
 class _ParallelLinear(torch.autograd.Function):
@@ -55,49 +61,49 @@ class _ParallelLinear(torch.autograd.Function):
         ctx.weight, ctx.tp, ctx.enter, ctx.leave = weight, tp, enter, leave
         ctx.bias_dtype = None if bias is None else bias.dtype
         whole = start_all_gather(x, tp, dim=SEQUENCE_DIM).wait() if enter == "all_gather" else x
-        inside = bias.to(x.dtype) if bias is not None and leave == "cut" else None
+        inside = cast(bias, x.dtype) if bias is not None and leave == "cut" else None
         order = sequence_first(whole)
-        rows = F.linear(to_rows(whole, sequence_first=order), _matrix(weight, x.dtype), inside)
+        y = F.linear(in_memory_order(whole, sequence_first=order), _matrix(weight, x.dtype), inside)
         if leave == "reduce":
-            rows = start_all_reduce(rows, tp).wait()
-        y = from_rows(rows, whole.shape[:-1], sequence_first=order)
+            y = start_all_reduce(y, tp).wait()
+        y = from_memory_order(y, sequence_first=order)
         if leave == "reduce_scatter":
             y = start_reduce_scatter(y, tp, dim=SEQUENCE_DIM).wait()
         return y if bias is None or leave == "cut" else y.add_(bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         store = open_store(ctx.weight)
         whole_x = _start_gather(x, ctx.tp, ctx.enter == "all_gather" and needs_weight and store is None)
         whole_gradient = _start_gather(gradient, ctx.tp, ctx.leave == "reduce_scatter").wait()
-        dx = _start_input_gradient(ctx, whole_gradient) if needs_x else Pending[Tensor | None].done(None)
-        dw = None
+        dx = _start_input_gradient(ctx, whole_gradient) if needs_x else None
+        dw = db = None
         if needs_weight and store is not None:
-            store.put(ctx.weight, _deferred(ctx, x, gradient), reads=(x.detach(), gradient))
+            x = x.detach()  # x itself would keep the graph that made it alive
+            store.put(ctx.weight, _deferred(ctx, x, gradient), reads=(x, gradient))
         elif needs_weight:
             dw = _weight_gradient(whole_gradient, whole_x.wait(), ctx.weight)
-        db = None
         if needs_bias:
-            db = to_rows(gradient, sequence_first=sequence_first(gradient)).sum(0).to(ctx.bias_dtype)
-        return dx.wait(), dw, db, None, None, None
+            db = cast(to_rows(gradient, sequence_first=sequence_first(gradient)).sum(0), ctx.bias_dtype)
+        return None if dx is None else dx.wait(), dw, db, None, None, None
 
 
 def _matrix(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return weight.reshape(-1, weight.shape[-1]).to(dtype)
+    return cast(weight if weight.ndim == 2 else weight.reshape(-1, weight.shape[-1]), dtype)
 
 
 def _start_gather(x: Tensor, tp: Axis, wanted: bool) -> Pending[Tensor]:
     return start_all_gather(x, tp, dim=SEQUENCE_DIM) if wanted else Pending.done(x)
 
 
-def _start_input_gradient(ctx: Any, gradient: Tensor) -> Pending[Any]:
+def _start_input_gradient(ctx: Any, gradient: Tensor) -> Pending[Tensor]:
     """dX = dY W, its sum over tp under way if the ranks hold summands of it."""
     order = sequence_first(gradient)
-    rows = to_rows(gradient, sequence_first=order) @ _matrix(ctx.weight, gradient.dtype)
-    dx = from_rows(rows, gradient.shape[:-1], sequence_first=order)
+    dx = in_memory_order(gradient, sequence_first=order) @ _matrix(ctx.weight, gradient.dtype)
+    dx = from_memory_order(dx, sequence_first=order)
     if ctx.enter == "copy":
         return start_all_reduce(dx, ctx.tp)
     if ctx.enter == "all_gather":
@@ -109,12 +115,12 @@ def _weight_gradient(gradient: Tensor, x: Tensor, weight: nn.Parameter) -> Tenso
     """dW = dY^T X over all rows, both read in the same order."""
     order = sequence_first(x)
     product = to_rows(gradient, sequence_first=order).t() @ to_rows(x, sequence_first=order)
-    return product.view(weight.shape).to(weight.dtype)
+    return cast(product if weight.ndim == 2 else product.view_as(weight), weight.dtype)
 
 
 def _deferred(ctx: Any, x: Tensor, gradient: Tensor) -> Callable[[], Callable[[], Tensor]]:
     """The weight product for a store. It holds what is cut, of x and of the gradient, and gathers when it is run."""
-    tp, weight, x = ctx.tp, ctx.weight, x.detach()  # x itself would keep the graph that made it alive
+    tp, weight = ctx.tp, ctx.weight
     gather_x, gather_gradient = ctx.enter == "all_gather", ctx.leave == "reduce_scatter"
 
     def start() -> Callable[[], Tensor]:

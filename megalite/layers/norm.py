@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite import comm
+from megalite.layers.autograd import once_differentiable
 from megalite.layers.rows import from_rows, sequence_first, to_rows
 from megalite.mesh import Axis
 from megalite.spec import Init, ParallelModule, ParamSpec, ones, zeros
@@ -70,7 +71,7 @@ class _RMSNorm(torch.autograd.Function):
         return from_rows(y.to(x.dtype), x.shape[:-1], sequence_first=order)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, inverse = ctx.saved_tensors
         wide, features = inverse.dtype, x.shape[-1] * ctx.cut.size

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megalite.layers.autograd import once_differentiable
+
 
 class RopeScaling(Protocol):
     """What `rotary_frequencies` reads; `megalite.models.config.RopeScaling` is one, and says what each means."""
@@ -142,7 +144,7 @@ class _Rotate(torch.autograd.Function):
         return _turn(x, cos, sin, 1)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _turn(gradient, cos, sin, -1), None, None

@@ -17,6 +17,19 @@ def sequence_first(x: Tensor) -> bool:
     return x.ndim > 2 and not x.is_contiguous() and x.movedim(SEQUENCE_DIM, 0).is_contiguous()
 
 
+def in_memory_order(x: Tensor, *, sequence_first: bool) -> Tensor:
+    """(..., seq, features) -> the same or (seq, ..., features), contiguous: no copy if x lies in memory so.
+
+    Then torch's own linear is one product over all rows; of a strided tensor it may take one for each sequence.
+    """
+    return (x.movedim(SEQUENCE_DIM, 0) if sequence_first else x).contiguous()
+
+
+def from_memory_order(x: Tensor, *, sequence_first: bool) -> Tensor:
+    """The inverse of `in_memory_order`."""
+    return x.movedim(0, SEQUENCE_DIM) if sequence_first else x
+
+
 def to_rows(x: Tensor, *, sequence_first: bool) -> Tensor:
     """(..., seq, features) -> (rows, features): no copy if x lies in memory in the order asked for."""
     return (x.movedim(SEQUENCE_DIM, 0) if sequence_first else x).reshape(-1, x.shape[-1])
@@ -27,4 +40,4 @@ def from_rows(rows: Tensor, shape: tuple[int, ...], *, sequence_first: bool) -> 
     if not sequence_first:
         return rows.view(*shape, rows.shape[-1])
     *batch, seq = shape
-    return rows.view(seq, *batch, rows.shape[-1]).movedim(0, SEQUENCE_DIM)
+    return from_memory_order(rows.view(seq, *batch, rows.shape[-1]), sequence_first=True)

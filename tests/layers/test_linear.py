@@ -262,17 +262,20 @@ def test_sequence_first_in_memory_stays_so_through_a_pair_and_back():
 @pytest.mark.parametrize(
     ("kind", "bias"), [(ColumnParallelLinear, True), (ColumnParallelLinear, False), (RowParallelLinear, False)]
 )
-def test_under_autocast_the_layer_is_nn_linear_to_the_bit(kind, bias):
-    """x and W are rounded to bfloat16 inside of the function, and gradients come back in the parameters' type."""
-    plain = nn.Linear(IN, OUT, bias)
-    layer = kind(IN, OUT, bias, tp=Axis("tp"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_under_autocast_the_layer_is_nn_linear_to_the_bit(kind, bias, dtype):
+    """x and W are rounded to bfloat16 inside of the function, unless they are float64, and gradients come back in the
+    parameters' type."""
+    plain = nn.Linear(IN, OUT, bias, dtype=dtype)
+    layer = kind(IN, OUT, bias, tp=Axis("tp"), dtype=dtype)
     layer.load_state_dict(plain.state_dict())
     results = []
     for module in (plain, layer):
-        x = draw(BATCH, SEQ, IN).float().requires_grad_()
+        x = draw(BATCH, SEQ, IN).to(dtype).requires_grad_()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = module(x)
-        y.backward(draw(BATCH, SEQ, OUT, seed=1).bfloat16())
+        assert y.dtype == (torch.bfloat16 if dtype == torch.float32 else dtype)
+        y.backward(draw(BATCH, SEQ, OUT, seed=1).to(y.dtype))
         results.append([y.detach(), x.grad, *(parameter.grad for parameter in module.parameters())])
     for theirs, ours in zip(*results, strict=True):
         assert theirs.dtype == ours.dtype
