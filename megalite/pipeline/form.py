@@ -43,6 +43,7 @@ class Form:
 
     @classmethod
     def of(cls, x: Tensor) -> Form:
+        """That of a tensor; one that no order of its dims makes contiguous travels in their natural order, copied."""
         order = tuple(range(x.ndim))
         if not x.is_contiguous():
             by_stride = tuple(sorted(order, key=lambda dim: (-x.stride()[dim], dim)))
@@ -73,6 +74,7 @@ class Form:
 
     @classmethod
     def read(cls, header: Tensor) -> Form:
+        """What `header` wrote."""
         code, count, *dims = header.tolist()
         return cls(DTYPES[code], tuple(dims[:count]), tuple(dims[MOST_DIMS : MOST_DIMS + count]))
 

@@ -91,6 +91,7 @@ class Timeline:
         return max(row[-1].end for row in self.rows) - min(row[0].start for row in self.rows)
 
     def busy(self, rank: int) -> Number:
+        """The time of a rank's actions together."""
         return sum(event.end - event.start for event in self.rows[rank])
 
     def span(self, rank: int) -> Number:

@@ -18,6 +18,7 @@ class Path:
 
     @property
     def is_known(self) -> bool:
+        """Whether a pass has shown at least its beginning."""
         return bool(self._known or self._seen)
 
     @property
@@ -31,6 +32,7 @@ class Path:
         return self._returning[::-1]
 
     def expect(self, units: list[Unit]) -> None:
+        """The next pass is to enter these, in this order."""
         self._known = units
 
     def enter(self, unit: Unit, *, following: list[Unit], returns: bool = True) -> list[Unit]:
@@ -48,6 +50,7 @@ class Path:
         return ahead if rest or following[:1] != [unit] else [unit, *ahead]
 
     def end(self) -> None:
+        """The pass is over, and its order is what the next one is expected to keep; one without units says nothing."""
         if self._seen:
             self._known, self._seen, self._returning = self._seen, [], []
 
