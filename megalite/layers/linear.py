@@ -115,7 +115,7 @@ def _weight_gradient(gradient: Tensor, x: Tensor, weight: nn.Parameter) -> Tenso
     """dW = dY^T X over all rows, both read in the same order."""
     order = sequence_first(x)
     product = to_rows(gradient, sequence_first=order).t() @ to_rows(x, sequence_first=order)
-    return cast(product if weight.ndim == 2 else product.view_as(weight), weight.dtype)
+    return cast(product if weight.ndim == 2 else product.view(weight.shape), weight.dtype)
 
 
 def _deferred(ctx: Any, x: Tensor, gradient: Tensor) -> Callable[[], Callable[[], Tensor]]:

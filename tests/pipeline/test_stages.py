@@ -112,7 +112,7 @@ def first_channel_as_words(x: Tensor) -> Tensor:
 
 
 MODELS: Mapping[str, Bodies] = {
-    "a linear used twice (FAULTS P9)": [Twice, Body, Twice, Body],
+    "a linear used twice": [Twice, Body, Twice, Body],
     "frozen first": [frozen, Body, Body, Body],
     "frozen middle": [Body, frozen, frozen, Body],
     "frozen last": [Body, Body, Body, frozen],
@@ -128,7 +128,7 @@ MODELS: Mapping[str, Bodies] = {
     "without an entry": [Body, of(lambda x: x[:, :0]), Body, Body],
     "complex": [of(torch.fft.rfft), lambda: Lambda(torch.fft.irfft), of(torch.fft.fft), lambda: Lambda(torch.real)],
     "integer": [Body, of(first_channel_as_words), lambda: Lambda(lambda x: x + 1 - 1), Words],
-    "bfloat16 within, float32 between (FAULTS P8)": [narrow(torch.bfloat16, torch.float32)] * 4,
+    "bfloat16 within, float32 between": [narrow(torch.bfloat16, torch.float32)] * 4,
     "float32 within, bfloat16 between": [narrow(torch.float32, torch.bfloat16)] * 4,
     "another dtype at each boundary": [
         narrow(torch.float32, torch.float16),
@@ -216,7 +216,6 @@ def first_linear(stage: nn.Module) -> ColumnParallelLinear:
 
 
 def test_a_weight_of_two_stages_of_one_rank_has_the_sum_of_both_and_arrives_once_for_each():
-    """FAULTS P9."""
     whole = build([Body] * 4, range(4))
     tie(whole)
     expected = one_process(whole, examples(MICROBATCHES))

@@ -218,7 +218,7 @@ def dtypes_of_gradients() -> list[set[tuple[str, str]]]:
 
 
 def test_every_collective_of_gradients_is_in_float32_under_bfloat16_at_every_stage():
-    """FAULTS Z4: the sums over tp too. Weights alone travel in bfloat16."""
+    """The sums over tp too. Weights alone travel in bfloat16."""
     summed, weights = {("reduce_scatter", "float32"), ("all_reduce", "float32")}, {("all_gather", "bfloat16")}
     ranks = run(dtypes_of_gradients, 4)
     assert all(stages[0] == {("all_reduce", "float32")} for stages in ranks)
@@ -241,5 +241,5 @@ def reductions(microbatches: int) -> list[int]:
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_a_unit_is_reduced_once_a_step_and_once_a_microbatch_where_gradients_are_cut(microbatches):
-    """FAULTS Z2: accumulation sends nothing before the last micro-batch, at stages 0 and 1."""
+    """Accumulation sends nothing before the last micro-batch, at stages 0 and 1."""
     assert run(reductions, 2, microbatches) == [[1, 1, microbatches, microbatches]] * 2

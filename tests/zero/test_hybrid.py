@@ -17,7 +17,7 @@ HYBRID = ["parameters of 0, 1 and 3 entries", "tied within and between units", "
 
 
 def test_shards_over_one_some_or_all_data_ranks_train_as_in_one_process():
-    """FAULTS Z6, too: parameters of one and of three entries over four ranks."""
+    """Parameters of one and of three entries over four ranks."""
     options = [{"stage": stage, "shard_over": over} for stage in (1, 2, 3) for over in (1, 2, 4)]
     assert_all_equal_one_process(HYBRID, Layout(dp=4), 2, options)
 

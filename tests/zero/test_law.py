@@ -47,7 +47,7 @@ STAGES = [0, 1, 2, 3]
     ],
 )
 def test_training_equals_one_process_on_every_layout_at_every_stage(build, layout, microbatches, stage):
-    """FAULTS Z1 (all stages, with and without accumulation), N5 (the norm of shards) and N1 (that of tp's copies)."""
+    """With and without accumulation; the norm is that of all shards, and of tp's copies once."""
     records = run(train, layout.world_size, build, layout, microbatches, {"stage": stage})
     assert_equals_one_process(records, reference(build))
     assert min(reference(build).norms) > MAX_NORM, "each step must clip, or clipping is not tested"
@@ -127,7 +127,7 @@ class UsedBySome(nn.Module):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_a_parameter_that_only_some_ranks_and_microbatches_use_trains_as_in_one_process(microbatches, stage):
-    """FAULTS Z10; at stage 3 it is refused, see test_gathering."""
+    """At stage 3 it is refused, see test_gathering."""
     parts = 2 * microbatches
     used = [[bool(global_batch(step).part(i, parts).x[0, 0, 0] > 0.3) for i in range(parts)] for step in range(3)]
     assert any(any(step[: parts // 2]) != any(step[parts // 2 :]) for step in used), "no step tests a skipping rank"

@@ -98,7 +98,7 @@ def many_small_steps() -> list[tuple[float, set[torch.dtype]]]:
 
 
 def test_steps_too_small_for_bfloat16_move_norm_weights_at_every_stage():
-    """FAULTS Z5: 50 steps of 1e-3 from 1.0, each of which bfloat16 alone would round away."""
+    """50 steps of 1e-3 from 1.0, each of which bfloat16 alone would round away."""
     for stages in run(many_small_steps, 2):
         for moved, dtypes in stages:
             assert moved == pytest.approx(0.05, abs=2**-8) and dtypes == {torch.float32}
@@ -139,7 +139,7 @@ def poisoned(bad: float, dtype: torch.dtype) -> list[tuple[float, int, bool, boo
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_one_bad_entry_on_one_rank_skips_the_step_on_all_at_every_stage_and_no_bit_changes(bad, dtype):
-    """FAULTS N9 and Z14. The entry lies in one rank's shard only: the norm carries it to the others."""
+    """The entry lies in one rank's shard only: the norm carries it to the others."""
     for stages in run(poisoned, 2, bad, dtype):
         for norm, skipped, same, moved in stages:
             assert not math.isfinite(norm) and skipped == 1 and same and moved
@@ -166,7 +166,7 @@ def decayed() -> list[dict[str, float]]:
 
 
 def test_weight_decay_shrinks_matrices_and_what_its_spec_says_and_nothing_else_at_every_stage():
-    """FAULTS Z13: shards are flat, so no rule may look at a tensor's dimensions when the optimizer has it."""
+    """Shards are flat, so no rule may look at a tensor's dimensions when the optimizer has it."""
     for stages in run(decayed, 4):
         for ratios in stages:
             for name, ratio in ratios.items():
@@ -192,5 +192,4 @@ def tied() -> list[bool]:
 
 
 def test_tied_weights_stay_one_parameter_at_every_stage():
-    """FAULTS Z8."""
     assert run(tied, 2) == [[True] * 4] * 2

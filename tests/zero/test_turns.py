@@ -270,7 +270,7 @@ def bad(stage: int, schedule: str) -> list[tuple[float, float, int, bool]]:
 
 @pytest.mark.parametrize(("stage", "schedule"), [(0, "1f1b"), (3, "zb_v")])
 def test_nan_in_the_last_stage_alone_leaves_the_step_out_on_all_ranks(stage, schedule):
-    """FAULTS Z14. And the next one is taken."""
+    """No rank steps alone and none waits. And the next step is taken."""
     for steps in run(bad, DP * PP, stage, schedule, checked=False):
         assert [(math.isfinite(loss), math.isfinite(norm), skipped, same) for loss, norm, skipped, same in steps] == [
             (True, True, 0, False),
