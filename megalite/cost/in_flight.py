@@ -8,10 +8,10 @@ until its reader is known to have taken it, and what the next stage of the same 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from megalite.pipeline.schedule import Schedule
+from megalite.pipeline.schedule import Schedule, held
 
 
 class Load(NamedTuple):
@@ -43,9 +43,9 @@ def beside(schedule: Schedule, rank: int, loads: Mapping[int, Load]) -> dict[tup
     mostly tells that it was taken: `megalite.pipeline.post`.
     """
     most: dict[tuple[str, int], int] = {}
-    passes = handed = 0
+    handed = 0
     sent: dict[int, int] = defaultdict(int)
-    for kind, stage, _ in schedule.rows[rank]:
+    for (kind, stage, _), passes in zip(schedule.rows[rank], _held(schedule, rank, loads), strict=False):
         load = loads[stage]
         source, target = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
         came, goes = (load.reads, load.gives) if kind == "F" else (load.gives, load.reads)
@@ -56,7 +56,6 @@ def beside(schedule: Schedule, rank: int, loads: Mapping[int, Load]) -> dict[tup
                 sent[schedule.rank_of[source]] = 0
         own = {"F": 0, "W": load.deferred}.get(kind, load.kept)
         most[kind, stage] = max(most.get((kind, stage), 0), passes - own + handed + sum(sent.values()))
-        passes += {"F": load.kept, "B": load.deferred - load.kept, "W": -load.deferred, "BW": -load.kept}[kind]
         if kind != "W" and 0 <= target < schedule.stages:
             if schedule.rank_of[target] == rank:
                 handed += goes
@@ -67,9 +66,9 @@ def beside(schedule: Schedule, rank: int, loads: Mapping[int, Load]) -> dict[tup
 
 def most_in_flight(schedule: Schedule, rank: int, loads: Mapping[int, Load]) -> int:
     """The most that passes hold together, messages aside."""
-    passes = most = 0
-    for kind, stage, _ in schedule.rows[rank]:
-        load = loads[stage]
-        passes += {"F": load.kept, "B": load.deferred - load.kept, "W": -load.deferred, "BW": -load.kept}[kind]
-        most = max(most, passes)
-    return most
+    return max(_held(schedule, rank, loads))
+
+
+def _held(schedule: Schedule, rank: int, loads: Mapping[int, Load]) -> Iterator[int]:
+    """What passes hold before the first action of the rank and after each."""
+    return held(schedule.rows[rank], lambda stage: (loads[stage].kept, loads[stage].deferred))

@@ -22,8 +22,8 @@ from typing import NoReturn
 from megalite.pipeline.catalogue import SCHEDULES, make
 from megalite.pipeline.draw import number, png, svg, text, text_legend
 from megalite.pipeline.lower import check
-from megalite.pipeline.schedule import Schedule, parse
-from megalite.pipeline.simulate import Costs, Number, Timeline, peaks, simulate
+from megalite.pipeline.schedule import Number, Schedule, parse
+from megalite.pipeline.simulate import Costs, Timeline, peaks, simulate
 
 REFUSED_CODE = 2
 RANKS, MICROBATCHES = 4, 8
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(written: str) -> int:
-    if not (written.isdecimal() and int(written) > 0):
+    if not re.fullmatch("[0-9]{1,9}", written) or int(written) < 1:
         raise argparse.ArgumentTypeError(f"{written} is not a whole number from 1 up")
     return int(written)
 
@@ -181,7 +181,7 @@ def _one(options: argparse.Namespace) -> Iterator[str]:
 
 def _read(path: Path) -> Schedule:
     try:
-        return parse(path.read_text(), name=path.stem)
+        return parse(path.read_text(encoding="utf-8-sig"), name=path.stem)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text; write a line a rank, as F0@0 BW0@0") from error
     except ValueError as error:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from megalite.pipeline.schedule import KINDS, Action, Schedule
-from megalite.pipeline.simulate import Event, Number, Timeline
+from megalite.pipeline.schedule import KINDS, Action, Number, Schedule
+from megalite.pipeline.simulate import Event, Timeline
 
 HUES = {"F": (0, 114, 178), "B": (213, 94, 0), "W": (0, 158, 115), "BW": (170, 68, 153)}
 MEANINGS = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "both gradients"}

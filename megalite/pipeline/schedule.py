@@ -15,13 +15,16 @@ Written F3@1: the forward of micro-batch 3 through stage 1. Nothing here runs an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+Number = int | float | Fraction
+N = TypeVar("N", int, Number)
 KINDS = ("F", "B", "W", "BW")
-_WORD = re.compile(r"(F|BW|B|W)(\d+)@(\d+)")
+_WORD = re.compile(r"(F|BW|B|W)([0-9]{1,9})@([0-9]{1,9})")
 
 
 class Action(NamedTuple):
@@ -112,7 +115,7 @@ def parse(text: str, *, name: str = "custom") -> Schedule:
     """
     rows: list[Row] = []
     paired: set[Action] = set()
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         words = line.partition("#")[0].replace(",", " ").split()
         if not words:
             continue
@@ -168,10 +171,19 @@ def in_a_v(ranks: int) -> tuple[int, ...]:
     return (*range(ranks), *reversed(range(ranks)))
 
 
+def held(actions: Iterable[Action], passes: Callable[[int], tuple[N, N]]) -> Iterator[N]:
+    """What all passes hold together: before the first action, which is nothing, and after each.
+
+    passes: stage -> what one holds from its F to its B or BW, and from its B to its W.
+    """
+    total: N = 0
+    yield total
+    for kind, stage, _ in actions:
+        until_b, until_w = passes(stage)
+        total += {"F": until_b, "B": until_w - until_b, "W": -until_w, "BW": -until_b}[kind]
+        yield total
+
+
 def held_at_most(actions: Iterable[Action]) -> int:
     """Activations that a row of actions holds at its highest moment, each from its F to its W or BW."""
-    held = most = 0
-    for action in actions:
-        held += (action.kind == "F") - (action.kind in ("W", "BW"))
-        most = max(most, held)
-    return most
+    return max(held(actions, lambda stage: (1, 1)))

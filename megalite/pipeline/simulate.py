@@ -11,13 +11,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import accumulate
 from typing import NamedTuple
 
 from megalite.pipeline.lower import Lane, Message, in_order, lower
-from megalite.pipeline.schedule import Action, Schedule
-
-Number = int | float | Fraction
+from megalite.pipeline.schedule import Action, Number, Schedule, held
 
 
 @dataclass(frozen=True)
@@ -158,11 +155,9 @@ def peaks(schedule: Schedule, *, until_input_gradient: Number = 1, until_weight_
     until_input_gradient: what one pass holds from its F to its B (M_B of arXiv:2401.10241), until_weight_gradient: from
     its B to its W (M_W); BW holds M_B to its end. With v stages a rank, each counts 1/v.
     """
-    m_b, m_w = until_input_gradient, until_weight_gradient
-    change = {"F": m_b, "B": m_w - m_b, "W": -m_w, "BW": -m_b}
     found = []
     for rank, row in enumerate(schedule.rows):
-        most = max(accumulate(change[action.kind] for action in row), default=0)
+        most = max(held(row, lambda stage: (until_input_gradient, until_weight_gradient)))
         found.append(_quotient(most, len(schedule.stages_of(rank))))
     return found
 

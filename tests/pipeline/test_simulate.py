@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.pipeline.catalogue import SCHEDULES, make
-from megalite.pipeline.schedule import Action, Schedule, parse
-from megalite.pipeline.simulate import Costs, Number, peaks, simulate
+from megalite.pipeline.schedule import Action, Number, Schedule, parse
+from megalite.pipeline.simulate import Costs, peaks, simulate
 
 TWO = parse("F0@0 F1@0 BW0@0 BW1@0\nF0@1 BW0@1 F1@1 BW1@1")
 V = parse("F0@0 F0@3 BW0@3 BW0@0\nF0@1 F0@2 BW0@2 BW0@1")
