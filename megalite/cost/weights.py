@@ -141,10 +141,6 @@ def used_units(model: GPTConfig | MLPConfig, cut: Cut) -> list[list[int]]:
     return used
 
 
-def numel_of(weights: tuple[Weight, ...]) -> int:
-    return sum(weight.numel * weight.count for weight in weights)
-
-
 def padded_vocabulary(model: GPTConfig, tp: int) -> int:
     """The vocabulary, padded to the next multiple of tp."""
     return -(-model.vocab_size // tp) * tp
