@@ -70,13 +70,7 @@ class Block(nn.Module):
             act=config.hidden_act,
             gated=config.is_gated_act,
             bias=config.mlp_bias,
-            sequence_parallel=setting.sequence_parallel,
-            init=normal(config.initializer_range),
-            out_init=_out_init(config),
-            device=setting.device,
-            dtype=setting.dtype,
-            layer=layer,
-            recompute=setting.recompute,
+            **_of_both(config, layer, setting),
         )
 
     def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
@@ -107,7 +101,6 @@ def _attention(config: GPTConfig, layer: int, setting: Setting) -> GroupedQueryA
         kv_heads=kv_heads,
         head_dim=config.dim_per_head,
         cut=cut,
-        sequence_parallel=setting.sequence_parallel,
         bias=config.attention_bias,
         out_bias=config.out_bias,
         window=config.window(layer),
@@ -116,13 +109,21 @@ def _attention(config: GPTConfig, layer: int, setting: Setting) -> GroupedQueryA
         k_norm=_head_norm(config, setting, kv_heads, cut.kv, shared=(cut.shared,)),
         dropout=config.attention_dropout,
         implementation=config.attn_implementation,
-        init=normal(config.initializer_range),
-        out_init=_out_init(config),
-        device=setting.device,
-        dtype=setting.dtype,
-        layer=layer,
-        recompute=setting.recompute,
+        **_of_both(config, layer, setting),
     )
+
+
+def _of_both(config: GPTConfig, layer: int, setting: Setting) -> dict[str, Any]:
+    """What attention and MLP are built with alike."""
+    return {
+        "sequence_parallel": setting.sequence_parallel,
+        "init": normal(config.initializer_range),
+        "out_init": _out_init(config),
+        "device": setting.device,
+        "dtype": setting.dtype,
+        "layer": layer,
+        "recompute": setting.recompute,
+    }
 
 
 def _head_cut(config: GPTConfig, setting: Setting) -> HeadCut:
