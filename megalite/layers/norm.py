@@ -17,6 +17,7 @@ computed in float32 at least, whatever the precision; y has x's dtype and, where
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,10 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite import comm
-from megalite.layers.autograd import once_differentiable
+from megalite.layers.autograd import cast, once_differentiable
 from megalite.layers.rows import from_rows, sequence_first, to_rows
 from megalite.mesh import Axis
 from megalite.spec import Init, ParallelModule, ParamSpec, ones, zeros
+
+_WHOLE = Axis("whole")
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, cut: Axis | None = None) -> Tensor:
@@ -37,20 +40,20 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: fl
     (..., features/cut), and mean and variance those of all features.
     """
     wide = _kernel_dtype(x, weight)
-    scale, shift = (None if p is None else p.to(wide) for p in (weight, bias))
+    scale, shift = (None if p is None else cast(p, wide) for p in (weight, bias))
     if cut is not None:  # layer norm is RMS norm of what is centred
-        y = rms_norm(_centred(x.to(wide), cut), scale, eps=eps, cut=cut)
-        return (y if shift is None else y + shift).to(x.dtype)
-    return _by_rows(x, lambda rows: F.layer_norm(rows.to(wide), rows.shape[-1:], scale, shift, eps).to(x.dtype))
+        y = rms_norm(_centred(cast(x, wide), cut), scale, eps=eps, cut=cut)
+        return cast(y if shift is None else y + shift, x.dtype)
+    return _by_rows(x, lambda rows: cast(F.layer_norm(cast(rows, wide), rows.shape[-1:], scale, shift, eps), x.dtype))
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float, cut: Axis | None = None) -> Tensor:
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dim; shapes as `layer_norm`. arXiv:1910.07467."""
     if x.is_cuda and cut is None:  # where torch has it as one kernel; on the CPU its own is many, and slow
         wide = _kernel_dtype(x, weight)
-        scale = None if weight is None else weight.to(wide)
-        return _by_rows(x, lambda rows: F.rms_norm(rows.to(wide), rows.shape[-1:], scale, eps).to(x.dtype))
-    return _RMSNorm.apply(x, x.new_ones(x.shape[-1]) if weight is None else weight, eps, cut or Axis("whole"))
+        scale = None if weight is None else cast(weight, wide)
+        return _by_rows(x, lambda rows: cast(F.rms_norm(cast(rows, wide), rows.shape[-1:], scale, eps), x.dtype))
+    return _RMSNorm.apply(x, x.new_ones(x.shape[-1]) if weight is None else weight, eps, cut or _WHOLE)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -62,32 +65,36 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, cut: Axis) -> Tensor:
         wide, order = torch.promote_types(x.dtype, torch.float32), sequence_first(x)
-        rows = to_rows(x, sequence_first=order).to(wide)
+        rows = cast(to_rows(x, sequence_first=order), wide)
         squares = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_()
         inverse = comm.start_all_reduce(squares, cut).wait().div_(x.shape[-1] * cut.size).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
         ctx.cut, ctx.order = cut, order
-        y = torch.mul(rows, weight.to(wide)).mul_(inverse)
-        return from_rows(y.to(x.dtype), x.shape[:-1], sequence_first=order)
+        y = torch.mul(rows, cast(weight, wide)).mul_(inverse)
+        return from_rows(cast(y, x.dtype), x.shape[:-1], sequence_first=order)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, inverse = ctx.saved_tensors
         wide, features = inverse.dtype, x.shape[-1] * ctx.cut.size
-        rows, g = (to_rows(part, sequence_first=ctx.order).to(wide) for part in (x, gradient))
-        w = weight.to(wide)
+        rows, g = (cast(to_rows(part, sequence_first=ctx.order), wide) for part in (x, gradient))
+        w = cast(weight, wide)
         dx = dw = None
-        with torch.autocast(x.device.type, enabled=False):  # on CUDA it takes matrix-vector products in half precision
+        with _without_autocast(x.device.type):  # on CUDA it takes matrix-vector products in half precision
             product = g * rows
             if ctx.needs_input_grad[1]:
-                dw = torch.mv(product.t(), inverse.squeeze(-1)).to(weight.dtype)
+                dw = cast(torch.mv(product.t(), inverse.squeeze(-1)), weight.dtype)
             if ctx.needs_input_grad[0]:
                 sums = comm.start_all_reduce(torch.mv(product, w).unsqueeze_(-1), ctx.cut).wait()
                 pull = sums.mul_(inverse).mul_(inverse).div_(-features)
-                dx = torch.mul(g, w, out=product).addcmul_(rows, pull).mul_(inverse).to(x.dtype)
-                dx = from_rows(dx, x.shape[:-1], sequence_first=ctx.order)
+                dx = torch.mul(g, w, out=product).addcmul_(rows, pull).mul_(inverse)
+                dx = from_rows(cast(dx, x.dtype), x.shape[:-1], sequence_first=ctx.order)
         return dx, dw, None, None
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def _centred(x: Tensor, cut: Axis) -> Tensor:
@@ -184,7 +191,7 @@ class LayerNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, weight, bias = self._flat(x)
-        return layer_norm(rows, weight, bias, eps=self.eps, cut=self.cut).view(x.shape)
+        return layer_norm(rows, weight, bias, eps=self.eps, cut=self.cut).view_as(x)
 
 
 class RMSNorm(_Norm):
@@ -208,7 +215,7 @@ class RMSNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, weight, _ = self._flat(x)
-        return rms_norm(rows, weight, eps=self.eps, cut=self.cut).view(x.shape)
+        return rms_norm(rows, weight, eps=self.eps, cut=self.cut).view_as(x)
 
 
 class SequenceParallelLayerNorm(LayerNorm):

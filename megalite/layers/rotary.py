@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megalite.layers.autograd import once_differentiable
+from megalite.layers.autograd import cast, once_differentiable
 
 
 class RopeScaling(Protocol):
@@ -152,12 +152,12 @@ class _Rotate(torch.autograd.Function):
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     wide = torch.promote_types(torch.promote_types(x.dtype, cos.dtype), torch.float32)
-    cos, sin = _over_heads(cos.to(wide), x), _over_heads(sin.to(wide), x)
+    cos, sin = _over_heads(cast(cos, wide), x), _over_heads(cast(sin, wide), x)
     y = torch.empty_like(x, dtype=wide)
-    (x1, x2), (y1, y2) = x.to(wide).chunk(2, dim=-1), y.chunk(2, dim=-1)
+    (x1, x2), (y1, y2) = cast(x, wide).chunk(2, dim=-1), y.chunk(2, dim=-1)
     torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-sign)
     torch.mul(x2, cos, out=y2).addcmul_(x1, sin, value=sign)
-    return y.to(x.dtype)
+    return cast(y, x.dtype)
 
 
 def _over_heads(table: Tensor, x: Tensor) -> Tensor:
