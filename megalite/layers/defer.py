@@ -28,11 +28,13 @@ def defer(module: nn.Module) -> nn.Module:
     Parameters, names in state_dict, hooks and bits stay as they are (but under autocast, gradients of several uses of
     one linear meet in its own precision, where torch adds them in half). Only the class changes, so a second call
     changes nothing; `parallelize` comes before. Left as they are: subclasses of nn.Linear, whose forward is their own
-    (nn.MultiheadAttention's out_proj is one, and read rather than called), and linears whose weight is computed from
-    others (parametrisations, spectral and weight norm). What defers gives first derivatives only, none to torch.func.
+    (nn.MultiheadAttention's out_proj is one, and read rather than called), linears whose weight is computed from others
+    (parametrisations, spectral and weight norm), and complex ones. A tensor hook on a weight is also called, by None,
+    when its gradient is put off. What defers gives first derivatives only, none to torch.func.
     Raises ValueError if there is no plain nn.Linear.
     """
-    plain = [one for one in module.modules() if type(one) is nn.Linear and "weight" in one._parameters]
+    linears = (one for one in module.modules() if type(one) is nn.Linear and "weight" in one._parameters)
+    plain = [one for one in linears if not one.weight.is_complex()]
     if not plain and not any(isinstance(one, DeferringLinear) for one in module.modules()):
         raise ValueError(
             f"{type(module).__name__} has no plain nn.Linear whose weight gradient could be put off; megalite's own "

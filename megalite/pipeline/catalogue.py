@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from megalite.pipeline import looped, straight, v_shaped
 from megalite.pipeline.schedule import Schedule, in_a_v, in_line, in_loops
 
+MOST_PASSES = 2**18
+"""Of micro-batches through stages in a step: each is several actions, which are written out and checked one by one, in
+seconds. 64 ranks with 4 stages each have 1024 micro-batches so."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -145,6 +149,12 @@ def make(
             "global_batch_size / (layout.dp x micro_batch_size)"
         )
     extra = _extra(name, entry, ranks=ranks, virtual_stages=virtual_stages, group=group)
+    stages = ranks * (extra.get("virtual_stages") or entry.family.least)
+    if stages * microbatches > MOST_PASSES:
+        raise ValueError(
+            f"pipeline.schedule={name} has {stages} stages x {microbatches} micro-batches a step, more passes than "
+            f"{MOST_PASSES}; take a larger micro_batch_size or a smaller global_batch_size"
+        )
     return entry.build(ranks, microbatches, **extra)
 
 

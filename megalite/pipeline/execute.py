@@ -70,6 +70,7 @@ class Pipeline:
         pp: Axis | None = None,
         around: Around = _nothing,
     ) -> None:
+        _require_kinds(stages, schedule)
         self.stages, self.pp, self.around = dict(sorted(stages.items())), pp or Axis("pp"), around
         self._schedule = schedule
         self._lowered: dict[int, Lowered] = {}
@@ -130,6 +131,8 @@ class Pipeline:
         its micro-batches, W or BW: `Zero.last_backward`. announce: is told what comes next, so that weights can be
         fetched meanwhile: `Zero.announce`.
         """
+        if isinstance(denominator, Tensor) and denominator.ndim:
+            raise ValueError(f"denominator has the shape {tuple(denominator.shape)}; it is one number, of shape ()")
         self.prepare(len(microbatches))
         lowered, how = self._lowered[len(microbatches)], (denominator, loss_scale, last_backward, announce)
         with torch.enable_grad():
@@ -281,11 +284,23 @@ def _following(row: Sequence[Step]) -> list[Action | None]:
     return found[::-1]
 
 
+def _require_kinds(stages: Any, schedule: Any) -> None:
+    if not isinstance(stages, Mapping):
+        raise ValueError(f"stages are given by their numbers, as in {{0: stage}}, and not as a {type(stages).__name__}")
+    if not isinstance(schedule, Schedule) and not callable(schedule):
+        raise ValueError(
+            f"schedule={schedule!r} is neither a Schedule nor makes one for a number of micro-batches; "
+            "megalite.pipeline.catalogue.make gives one by name"
+        )
+
+
 def _require_output(y: Any, stage: int, *, is_last: bool) -> None:
     if not isinstance(y, Tensor):
         raise ValueError(
             f"stage {stage} gave a {type(y).__name__}; a stage gives one tensor, the next one's activation"
         )
+    if y.layout != torch.strided or y.is_nested:
+        raise ValueError(f"stage {stage} gave a tensor that is sparse or nested; what travels is one dense tensor")
     if is_last and y.ndim:
         raise ValueError(
             f"the last stage gave a tensor of shape {tuple(y.shape)}; it gives the summed loss, of shape ()"

@@ -45,7 +45,7 @@ class Form:
     def of(cls, x: Tensor) -> Form:
         """That of a tensor; one that no order of its dims makes contiguous travels in their natural order, copied."""
         order = tuple(range(x.ndim))
-        if not x.is_contiguous():
+        if x.layout == torch.strided and not x.is_contiguous():
             by_stride = tuple(sorted(order, key=lambda dim: (-x.stride()[dim], dim)))
             order = by_stride if x.permute(by_stride).is_contiguous() else order
         return cls(x.dtype, tuple(x.shape), order)
@@ -55,7 +55,8 @@ class Form:
         return self.order == tuple(range(len(self.order)))
 
     def packed(self, x: Tensor) -> Tensor:
-        """x as it travels, contiguous; a copy only where it lies in another order."""
+        """x as it travels, contiguous; a copy only where it lies in another order, or is conjugated lazily."""
+        x = x.resolve_conj().resolve_neg() if x.is_complex() else x
         return (x if self._is_natural else x.permute(self.order)).contiguous()
 
     def unpacked(self, packed: Tensor) -> Tensor:

@@ -74,13 +74,16 @@ def _read(config: Config) -> Schedule:
     pipeline = config.pipeline
     path = Path(pipeline.schedule)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"pipeline.schedule={pipeline.schedule} is neither a schedule nor a file that can be read "
             f"({error}); take one of {', '.join(SCHEDULES)}, or a path"
         ) from error
-    schedule = _parsed(text, pipeline.schedule)
+    try:
+        schedule = _parsed(text, path.stem)
+    except ValueError as error:
+        raise ValueError(f"pipeline.schedule={pipeline.schedule}: {error}") from error
     if schedule.ranks != config.layout.pp:
         raise ValueError(
             f"pipeline.schedule={pipeline.schedule} has lines for {schedule.ranks} ranks, and layout.pp="
@@ -94,9 +97,6 @@ def _read(config: Config) -> Schedule:
 
 @lru_cache(maxsize=8)
 def _parsed(text: str, name: str) -> Schedule:
-    try:
-        schedule = parse(text, name=name)
-        check(schedule)
-    except ValueError as error:
-        raise ValueError(f"pipeline.schedule={name}: {error}") from error
+    schedule = parse(text, name=name)
+    check(schedule)
     return schedule

@@ -105,7 +105,8 @@ class Reductions:
     @contextmanager
     def last_backward(self, holder: int) -> Iterator[None]:
         """In the block the last gradients of a module's micro-batch arrive; after it, that micro-batch is over."""
-        assert self.in_turns, "the step was opened for modules that do not take turns"
+        if not self.in_turns:
+            raise ValueError("last_backward is for stages that take turns; open the step by begin(..., in_turns=True)")
         self._moving = next((line for line in self.lines if line.holders == (holder,)), None)
         if self._moving is not None:
             self._launch_ready(self._moving)
@@ -120,7 +121,15 @@ class Reductions:
                     self._launch(line)
 
     def finish(self) -> None:
-        """Everything is summed; the first time, the arrivals seen become the rates that are expected from now on."""
+        """Everything is summed; the first time, the arrivals seen become the rates that are expected from now on.
+
+        Raises ValueError if `last_backward` has ended another number of micro-batches than the step was opened for.
+        """
+        ended = {count for line in self.lines for count in line.ended.values()}
+        if ended - {0, self.microbatches}:
+            raise ValueError(
+                f"the step was opened by begin(microbatches={self.microbatches}), and {max(ended)} came to their end"
+            )
         for line in self.lines:
             while line.round < self.rounds:
                 self._launch(line)

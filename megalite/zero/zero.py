@@ -169,7 +169,13 @@ class Zero:
         self._gathering.announce(None if stage is None else self._number(stage), in_backward=is_backward)
 
     def _number(self, stage: nn.Module) -> int:
-        return next(number for number, module in enumerate(self._modules) if module is stage)
+        number = next((number for number, module in enumerate(self._modules) if module is stage), None)
+        if number is None:
+            raise ValueError(
+                f"a {type(stage).__name__} is none of the {len(self._modules)} stages that Zero was built with; give "
+                "it the same modules as the pipeline, as a list"
+            )
+        return number
 
     def _arrive(self, slot: Slot, parameter: Tensor) -> None:
         """One gradient is in `parameter.grad`, or none: a layer that puts its weight's gradient off fires empty."""

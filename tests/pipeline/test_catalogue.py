@@ -127,3 +127,9 @@ def test_what_does_not_fit_is_refused_with_its_key_and_the_way_out(wrong, says):
     with pytest.raises(ValueError) as refused:
         make(asked.pop("name"), **asked)
     assert says in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_more_passes_than_can_be_written_out_are_refused_before_any_is():
+    for ranks, microbatches in ((1, 10**6), (10**9, 1), (1024, 1024)):
+        with pytest.raises(ValueError, match="more passes than 262144; take a larger micro_batch_size"):
+            make("1f1b", ranks=ranks, microbatches=microbatches)

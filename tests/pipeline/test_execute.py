@@ -198,6 +198,16 @@ def test_another_number_of_microbatches_than_the_schedules_is_refused_with_both(
         pipeline.step(examples(3))
 
 
+def test_arguments_of_another_kind_are_refused_with_what_they_should_be():
+    stages, made = build([Body], [0]), make("gpipe", ranks=1, microbatches=4)
+    with pytest.raises(ValueError, match=r"stages are given by their numbers, as in \{0: stage\}, and not as a list"):
+        Pipeline(list(stages.values()), made)
+    with pytest.raises(ValueError, match="schedule='1f1b' is neither a Schedule nor makes one"):
+        Pipeline(stages, "1f1b")
+    with pytest.raises(ValueError, match=r"denominator has the shape \(1,\); it is one number"):
+        Pipeline(stages, made).step(examples(4), denominator=torch.ones(1))
+
+
 def test_a_schedule_that_is_no_schedule_is_refused_before_anything_runs():
     with pytest.raises(ValueError, match="rank 0 lacks BW1@0"):
         Pipeline(build([Body], [0]), parse("F0@0 F1@0 BW0@0"))

@@ -75,3 +75,13 @@ def test_the_form_of_a_microbatch_is_that_of_the_tensors_within():
     assert form_of([Pair(x, {"ids": ids, "step": 7}), None]) == (of_x, of_ids)
     assert form_of(Slotted(x, Other())) == (of_x,)
     assert form_of(None) == form_of(Other()) == ()
+
+
+def test_what_is_conjugated_lazily_travels_as_its_values():
+    x = torch.randn(2, 3, dtype=torch.complex64).conj()
+    form = Form.of(x)
+    assert torch.equal(form.unpacked(form.packed(x)), x) and not form.packed(x).is_conj()
+
+
+def test_a_microbatch_may_hold_sparse_tensors():
+    form_of([torch.eye(3).to_sparse()])

@@ -279,6 +279,9 @@ REFUSALS = {
         r"stage 0 gave torch.float64 of shape \(1, 1, 1, 1, 1, 1, 2, 3, 6\); between stages travel tensors of "
         "float64,.* with at most 8 dims",
     ),
+    "sparse": Refusal(
+        [lambda: Lambda(lambda x: x.to_sparse()), Body], "stage 0 gave a tensor that is sparse or nested"
+    ),
     "eight bits": Refusal([lambda: Lambda(lambda x: x.to(torch.float8_e4m3fn)), Body], "float8_e4m3fn of shape"),
 }
 

@@ -31,11 +31,11 @@ FAMILY = ("1f1b", "zb_h1", "interleaved", "zb_v")  # one stage a rank and two, e
 
 
 class Choosing(Stage):
-    """Has a layer more, which is used where the micro-batch says so."""
+    """Has a layer more, which is used where the micro-batch says so. defers: whether that one puts gradients off."""
 
-    def __init__(self, body: nn.Module, number: int, count: int) -> None:
+    def __init__(self, body: nn.Module, number: int, count: int, *, defers: bool = True) -> None:
         super().__init__(body, number, count)
-        self.extra = nn.ModuleDict({str(number): Layer()})
+        self.extra = nn.ModuleDict({str(number): Layer(defers=defers)})
 
     def forward(self, x: Tensor | None, example: Example) -> Tensor:
         (extra,) = self.extra.values()
@@ -43,16 +43,20 @@ class Choosing(Stage):
 
 
 class Model(NamedTuple):
-    """Which of the stages is `Choosing`, and whether the first one's linear weight is the last one's too."""
+    """Which of the stages is `Choosing`, and how; whether the first one's linear weight is the last one's too."""
 
     choosing: int | None = None
+    defers: bool = True
     tied: bool = False
 
     def stages(self, count: int, numbers: tuple[int, ...]) -> dict[int, nn.Module]:
         found: dict[int, nn.Module] = {}
         for number in numbers:
             torch.manual_seed(number)
-            found[number] = (Choosing if number == self.choosing else Stage)(Body(), number, count)
+            chooses = number == self.choosing
+            found[number] = (
+                Choosing(Body(), number, count, defers=self.defers) if chooses else Stage(Body(), number, count)
+            )
         if self.tied and {0, count - 1} <= found.keys():
             first, last = ((next(iter(found[n].bodies.values())))[0].linear for n in (0, count - 1))
             last.weight = first.weight
@@ -198,6 +202,11 @@ def test_a_layer_that_one_data_rank_leaves_out_changes_neither_sums_nor_order():
     assert_law((0, 1, 2), Model(choosing=1))
 
 
+def test_what_one_data_rank_has_complete_after_b_waits_for_its_stages_w_as_on_the_rank_that_leaves_it_out():
+    """All of that layer's gradients come in B: launched there, they would meet another stage's, whose W is between."""
+    assert_law((2,), Model(choosing=1, defers=False), ("zb_v", "interleaved_zb"))
+
+
 def test_a_weight_of_two_stages_of_one_rank_is_summed_once_for_both():
     """Once a step, and once a micro-batch where gradients are cut, though it arrives twice in each."""
     assert_law((0, 1, 2, 3), Model(tied=True), ("zb_v", "dualpipe_v"))
@@ -321,3 +330,23 @@ def test_at_stage_3_only_a_steps_first_weights_are_waited_for_however_stages_tak
             assert entered == 2 * MICROBATCHES * stages * layers
             assert early == entered - 1, schedule
             assert most <= 1 + prefetch and left == 0
+
+
+def test_turns_that_are_not_opened_not_of_a_stage_or_not_as_many_as_said_are_refused():
+    """As is the module that holds the stages, which a pipeline does not know."""
+    mesh, stages = Mesh.build(), nn.ModuleList([nn.Linear(2, 2)])
+    zero = Zero(list(stages), mesh, optimizer=torch.optim.SGD)
+    zero.begin(microbatches=2)
+    with (
+        pytest.raises(ValueError, match=r"open the step by begin\(..., in_turns=True\)"),
+        zero.last_backward(stages[0]),
+    ):
+        pass
+    zero.step()
+    zero.begin(microbatches=2, in_turns=True)
+    with pytest.raises(ValueError, match="a ModuleList is none of the 1 stages"), zero.last_backward(stages):
+        pass
+    with zero.last_backward(stages[0]):
+        stages[0](torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match=r"begin\(microbatches=2\), and 1 came to their end"):
+        zero.step()
