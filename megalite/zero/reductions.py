@@ -8,8 +8,8 @@ Arrivals are counted through the step, so one that belongs to a later micro-batc
 sums commute. What has not arrived when its round must end goes as zeros.
 
 All units stand in one line, unless the modules that hold them are worked on in turns, as a pipeline does with several
-stages on a rank: then each module has a line of its own, which moves only within `last_backward` of that module. All
-ranks take those turns in the same order, so they launch in the same order too.
+stages on a rank: then each module has a line of its own, which moves only within `last_backward` of that module, in
+each by a round at most. All ranks take those turns in the same order, so they launch in the same order too.
 """
 
 from __future__ import annotations
@@ -153,7 +153,10 @@ class Reductions:
     def _is_ready(self, line: Line) -> bool:
         unit = line.units[line.index]
         if self.in_turns:
-            return line is self._moving and not unit.missing and not self.is_learning
+            # A later turn's gradients may be here already, and on a rank that lacks some the round ends with that turn.
+            turn = line.round if self.by_microbatch else self.microbatches - 1
+            is_its_turn = line is self._moving and turn <= min(line.ended.values())
+            return is_its_turn and not unit.missing and not self.is_learning
         if not unit.missing:
             return True
         if not self.by_microbatch or self.passes <= line.round:

@@ -203,8 +203,9 @@ def test_a_layer_that_one_data_rank_leaves_out_changes_neither_sums_nor_order():
 
 
 def test_what_one_data_rank_has_complete_after_b_waits_for_its_stages_w_as_on_the_rank_that_leaves_it_out():
-    """All of that layer's gradients come in B: launched there, they would meet another stage's, whose W is between."""
-    assert_law((2,), Model(choosing=1, defers=False), ("zb_v", "interleaved_zb"))
+    """All of that layer's gradients come in B: launched there, or in the W of a micro-batch before, they would meet
+    those of another stage, whose W is between."""
+    assert_law((0, 1, 2), Model(choosing=1, defers=False), ("zb_v", "interleaved_zb"))
 
 
 def test_a_weight_of_two_stages_of_one_rank_is_summed_once_for_both():
