@@ -28,3 +28,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in that dtype. `to` says the same, and takes longer to find that there is nothing to do."""
     return x if x.dtype == dtype else x.to(dtype)
+
+
+def own(y: Tensor) -> Tensor:
+    """y as no view of another tensor, without a copy: autograd lets nobody write into a function's result that is one,
+    and nn.ReLU(inplace=True) does."""
+    return torch.ops.aten._unsafe_view.default(y, y.shape) if y._is_view() else y

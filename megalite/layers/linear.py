@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.comm import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
-from megalite.layers.autograd import cast, once_differentiable
+from megalite.layers.autograd import cast, once_differentiable, own
 from megalite.layers.rows import SEQUENCE_DIM, from_memory_order, in_memory_order, sequence_first, to_rows
 from megalite.mesh import Axis
 from megalite.spec import Init, ParallelModule, ParamSpec, uniform, zeros
@@ -69,7 +69,7 @@ class _ParallelLinear(torch.autograd.Function):
         y = from_memory_order(y, sequence_first=order)
         if leave == "reduce_scatter":
             y = start_reduce_scatter(y, tp, dim=SEQUENCE_DIM).wait()
-        return y if bias is None or leave == "cut" else y.add_(bias)
+        return own(y if bias is None or leave == "cut" else y.add_(bias))
 
     @staticmethod
     @once_differentiable

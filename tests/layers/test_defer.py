@@ -207,3 +207,20 @@ def test_a_weight_that_becomes_computed_later_is_not_put_off():
 def test_nothing_to_defer_is_refused_by_name():
     with pytest.raises(ValueError, match=r"^Sequential has no plain nn\.Linear"):
         defer(nn.Sequential(nn.ReLU()))
+
+
+@pytest.mark.parametrize("shape", [(5, 6), (2, 5, 6)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_a_deferring_linear_gives_may_be_written_into_as_nn_linears_may(shape, bias):
+    plain = nn.Sequential(nn.Linear(6, 6, bias), nn.ReLU(inplace=True)).double()
+    deferring = defer(copy.deepcopy(plain))
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    for model in (plain, deferring):
+        model(x).square().sum().backward()
+    for ours, theirs in zip(deferring.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_complex_linears_are_left_as_they_are():
+    model = nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64), nn.Linear(2, 2))
+    assert [type(layer) is nn.Linear for layer in defer(model)] == [True, False]
