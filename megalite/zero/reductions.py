@@ -60,7 +60,9 @@ class Reductions:
         apart: dict[tuple[int, ...], list[Unit]] = {}
         for unit, numbers in holders.items():
             apart.setdefault(tuple(numbers), []).append(unit)
-        self._apart = [Line(units, numbers) for numbers, units in apart.items()]
+        # At the end of a turn its module's own line comes first, since a part of it may have gone within the turn.
+        lines = [Line(units, numbers) for numbers, units in apart.items()]
+        self._apart = sorted(lines, key=lambda line: len(line.holders))
         self.lines = self._together
         self._line_of: dict[Unit, Line] = {}
         self._moving: Line | None = None  # the only line that arrivals move, where modules take turns

@@ -213,6 +213,49 @@ def test_a_weight_of_two_stages_of_one_rank_is_summed_once_for_both():
     assert_law((0, 1, 2, 3), Model(tied=True), ("zb_v", "dualpipe_v"))
 
 
+class Shares(nn.Module):
+    """A layer of its own, left out on data rank 1, then one that another stage has too."""
+
+    def __init__(self, number: int, shared: nn.Module) -> None:
+        super().__init__()
+        self.own, self.shared = nn.ModuleDict({str(number): nn.Linear(2, 2, bias=False)}), shared
+
+    def forward(self, x: Tensor, *, data_rank: int) -> Tensor:
+        (own,) = self.own.values()
+        return self.shared(own(x) if data_rank == 0 else x).sum()
+
+
+def shares_launched() -> tuple[list[str], dict[str, Tensor]]:
+    """Names of the units of a second step in the order of launch, and its gradients, with all weights 1."""
+    mesh, shared = Mesh.build(Layout(dp=DP)), nn.Linear(2, 2, bias=False)
+    stages = [Shares(number, shared) for number in range(2)]
+    for parameter in nn.ModuleList(stages).parameters():
+        nn.init.ones_(parameter)
+    zero = Zero(stages, mesh, stage=2, units=(nn.Linear,), optimizer=functools.partial(torch.optim.SGD, lr=0.0))
+    launched: list[str] = []
+    for unit in zero.units:
+        unit.launch = lambda unit=unit: (launched.append(unit.name), type(unit).launch(unit))[1]
+    for _ in range(2):
+        launched.clear()
+        zero.begin(microbatches=1, in_turns=True)
+        for stage in reversed(stages):
+            with zero.last_backward(stage):
+                stage(torch.ones(1, 2), data_rank=mesh.dp.rank).backward()
+        zero.reduce()
+        gradients = zero.raw_gradients()
+        zero.step()
+    return launched, gradients
+
+
+def test_a_weight_of_two_stages_is_summed_after_what_the_last_of_them_has_alone():
+    """Also on the data rank that has the latter complete in its turn. Of weights and inputs of 1, own layers have
+    gradients of 2; the shared one reads 2 on data rank 0 and 1 on data rank 1, in each of two stages."""
+    first, second = run(shares_launched, DP, checked=False)
+    assert first[0] == second[0] and len(set(first[0])) == 3
+    for _, gradients in (first, second):
+        assert sorted(gradient.mean().item() for gradient in gradients.values()) == [2, 2, 6]
+
+
 def late(stage: int, schedule: str) -> str:
     one = Trained(schedule, stage=stage)
     for step in range(2):
