@@ -71,11 +71,10 @@ def block_temporaries(model: GPTConfig, cut: Cut, micro: Pass, layer: int, *, sp
     computed = full - kept + (message if micro.recomputes("mlp", layer) and micro.recomputes("norm", layer) else 0)
     products = 0 if splits else e * model.hidden_size  # of a weight's gradient, for each of its rows
     down = computed + inner + ffn * products + moves
-    act = computed + parts * inner
+    act = computed + parts * inner + (inner if splits else 0)  # what down's product reads stays
     # Gate's and up's gradients are joined, and under sequence parallelism brought into the sequence's order once more.
     reordered = parts * inner if moves and model.is_gated_act else 0
-    up = parts * inner + reordered - kept + whole + parts * ffn * products + 2 * moves
-    up -= moves - inner if splits else 0
+    up = parts * inner + reordered - kept + whole + parts * ffn * products + (1 if splits else 2) * moves
     # What the MLP kept is gone when attention's turn comes; its own gradients lie on top of what it kept.
     heads = model.num_attention_heads // cut.tp
     kv_heads = model.kv_heads * sharing_ranks(model, cut.tp) // cut.tp
