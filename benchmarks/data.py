@@ -30,7 +30,7 @@ from megalite.data import IndexedWriter, Samples, Stretch, open_source
 from megalite.mesh import Axis
 from megalite.models.config import GPTConfig
 from megalite.train.batches import open_batches
-from megalite.train.config import Config, DataConfig
+from megalite.train.config import Config, DataConfig, LayoutConfig
 
 RANKS = 4
 TARGET = 1_000_000
@@ -64,7 +64,8 @@ def config_of(paths: list[str], *, seq_len: int, tokens_per_rank: int, documents
     """Steps of so many tokens on each of the ranks, each read when it is asked for."""
     data = DataConfig(paths, documents=documents, prefetch=0)
     model = GPTConfig(vocab_size=VOCABULARY)
-    return Config(model=model, data=data, seq_len=seq_len, global_batch_size=RANKS * tokens_per_rank // seq_len)
+    batch = RANKS * tokens_per_rank // seq_len
+    return Config(model=model, data=data, layout=LayoutConfig(dp=RANKS), seq_len=seq_len, global_batch_size=batch)
 
 
 def seconds_a_call(call: Callable[[int], object], *, steps: int) -> float:

@@ -221,9 +221,15 @@ def poisoned(sample: int, field: str) -> Callable[[VectorMicrobatch], VectorMicr
     return change
 
 
-@pytest.mark.parametrize("bad_step", [1, 3])
-@pytest.mark.parametrize("field", ["inputs", "targets"])
-@pytest.mark.parametrize("layout", [LayoutConfig(), LayoutConfig(tp=2), LayoutConfig(pp=2)], ids=["dp", "tp", "pp"])
+@pytest.mark.parametrize(
+    ("bad_step", "layout", "field"),
+    [
+        pytest.param(1, LayoutConfig(), "inputs", id="dp, first step"),
+        pytest.param(3, LayoutConfig(tp=2), "inputs", id="tp"),
+        pytest.param(1, LayoutConfig(pp=2), "targets", id="pp, first step"),
+        pytest.param(3, LayoutConfig(pp=2), "targets", id="pp"),
+    ],
+)
 def test_a_loss_that_is_not_a_number_on_one_rank_is_seen_and_its_step_left_out_by_all(
     monkeypatch, tmp_path, capfd, bad_step, layout, field
 ):
