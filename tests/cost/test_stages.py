@@ -208,7 +208,7 @@ def assert_peaks(configs: list[Config], ranks: int) -> None:
             assert need.total == pytest.approx(found, rel=within), (config.pipeline, need.peak, number)
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_the_highest_moment_of_each_rank_of_a_pipeline(model):
     """Within 10%, 15% where blocks are computed again; mostly within 3%."""
     schedules = ("1f1b", "zb_h1", "zb_v", "interleaved")
@@ -216,6 +216,7 @@ def test_the_highest_moment_of_each_rank_of_a_pipeline(model):
     assert_peaks(configs, 2)
 
 
+@pytest.mark.slow
 def test_the_highest_moment_of_tensor_and_data_ranks_of_a_pipeline():
     tensor = {"layout": LayoutConfig(tp=2, pp=2, sequence_parallel=True), "precision": PrecisionConfig("fp32")}
     tensor |= {"global_batch_size": 16}
